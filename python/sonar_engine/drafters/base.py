@@ -1,0 +1,63 @@
+"""The interface that every way of speculating shares. A drafter specialises forward calls only: sampling, logits
+processing, verification, page allocation and scheduling are written once, elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from sonar_engine.step_buffers import BatchMetadata
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Draft tokens of one step, a chain a row. D = decode rows, K = most drafts of any row.
+
+    `probs` is the distribution each token was drawn from, [D, K, V] fp32; None: drawn greedily (one-hot).
+    Row d uses its first `batch.num_draft_tokens[d]` columns; the rest is undefined.
+    """
+
+    tokens: torch.Tensor  # int32 [D, K]
+    probs: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification decided, on the device. R = rows of the batch, K + 1 = most tokens of any row.
+
+    `num_emitted[r]` is 0 for a row that did not sample, else accepted drafts + 1.
+    `tokens[r, :num_emitted[r]]` are the accepted drafts, then the recovered or bonus token.
+    """
+
+    num_emitted: torch.Tensor  # int32 [R]
+    tokens: torch.Tensor  # int32 [R, K + 1]
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the target to verify. Called by `Engine.step` in this order, every step."""
+
+    needs_hidden: Literal["none", "last", "aux"]
+    runs_on: Literal["leader", "all"]
+    kv_layers: int
+
+    def draft_lens(self) -> np.ndarray | None:
+        """Most drafts each slot can take in the coming step, int32 [max_num_seqs]; None: no drafts at all.
+
+        Called before the step is planned; the plan may grant fewer.
+        """
+        ...
+
+    def propose(self, batch: BatchMetadata) -> Draft | None:
+        """Drafts for the decode rows of `batch`, at least `batch.num_draft_tokens` each; None when there are none."""
+        ...
+
+    def ingest(self, batch: BatchMetadata, hidden: torch.Tensor, verdict: Verdict) -> None:
+        """The target has run: hidden [T, H] its final hidden states (post-norm), `verdict` what was accepted."""
+        ...
+
+    def admit(self, slot: int, request_id: int, speculate: int) -> None:
+        """A request entered `slot` (again, after a preemption); `speculate` caps its drafts, 0 = none."""
+        ...

@@ -1,0 +1,98 @@
+"""The words that all rooms share: sampling parameters, finish reasons, outputs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one sequence is sampled and when it ends. Checked by `sampling.validation.validate`.
+
+    `temperature` 0 is greedy (argmax, lowest id on ties). `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
+    `seed` makes every token a pure function of (seed, output position, processed logits).
+    `logprobs` is the number of top entries to report beside the sampled token's own (None: none at all).
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    banned_token_ids: list[int] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None  # None: up to the context limit
+    min_tokens: int = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    speculative_enabled: bool = True
+    num_speculative_tokens: int | None = None  # a cap below the engine's own; None: the engine's
+    priority: int = 0  # lower runs earlier
+    cache_salt: str | None = None  # requests share cached prefixes only under the same salt
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities at one output position: the sampled token's, then the most likely ones, best first."""
+
+    logprob: float
+    rank: int  # 1 = most likely
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class SpeculationMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Acceptance of one request. Acceptance length counts the bonus token; 1 means no gain."""
+
+    num_spec_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    acceptance_histogram: list[int] = []  # [i] = steps that accepted exactly i drafts
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        if self.num_spec_steps == 0:
+            return None
+        return 1 + self.num_accepted_draft_tokens / self.num_spec_steps
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        if self.num_draft_tokens == 0:
+            return None
+        return self.num_accepted_draft_tokens / self.num_draft_tokens
+
+
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """What one finished request cost, in seconds of the engine's monotonic clock."""
+
+    queue_time: float
+    time_to_first_token: float
+    decode_time: float  # from the first token to the last
+    e2e_latency: float
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    speculation: SpeculationMetrics = SpeculationMetrics()
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """New tokens of one sequence after one step; `finish_reason` is set on the last one.
+
+    `stop_reason` is the stop token's id when a user's stop token ended it, None for EOS.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    metrics: RequestMetrics | None = None
