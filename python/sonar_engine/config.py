@@ -39,9 +39,7 @@ class EngineConfig(BaseModel):
     linear_backend: Literal["auto", "torch", "native"] = "auto"
     max_model_len: int | None = Field(None, ge=2)
     page_size: int = Field(16, ge=1, le=256)
-    kv_cache_tokens: int | None = Field(
-        None, ge=16
-    )  # None: max_num_seqs x max_model_len, within kv_cache_gib
+    kv_cache_tokens: int | None = Field(None, ge=16)  # None: max_num_seqs x max_model_len, within kv_cache_gib
     kv_cache_gib: float = Field(1.0, gt=0)
     max_num_seqs: int = Field(64, ge=1, le=4096)
     max_num_batched_tokens: int = Field(512, ge=1)

@@ -163,9 +163,7 @@ class OutputCollector:
         return outputs
 
 
-def _logprobs(
-    columns: LogprobColumns | None, span: slice, params: SamplingParams
-) -> list[TokenLogprobs] | None:
+def _logprobs(columns: LogprobColumns | None, span: slice, params: SamplingParams) -> list[TokenLogprobs] | None:
     if params.logprobs is None:
         return None
     if columns is None or span.start == span.stop:
