@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sonar_engine.errors import ConfigError, StaleStepError
+
+MAGIC = 0x534E5231
 HEADER_WORDS = 64
 SECTION_OFFSETS_AT = 32  # header words 32.. hold the word offset of each section
 
@@ -95,3 +98,109 @@ class BatchMetadata:
     page_table: torch.Tensor  # [max_num_seqs, max_pages], by slot; rows are valid up to kv_len
     host: dict[str, np.ndarray]  # every section on the host, by name (views of the slot; valid for this step)
     admitted: list[tuple[int, int]]  # (slot, request id) of requests that entered a slot with this step
+
+
+_BATCH_COUNTS = (
+    "num_reqs",
+    "num_decode_reqs",
+    "num_tokens",
+    "num_decode_tokens",
+    "max_draft_tokens",
+    "max_q_len",
+    "max_kv_len",
+    "num_sample_rows",
+)
+_BATCH_TENSORS = tuple(name for name in SECTIONS if not name.startswith(("new_page", "admitted")))
+_PER_REQUEST_AND_ONE = ("qo_indptr", "paged_kv_indptr", "sample_indptr")
+_COUNT_OF_SECTION = {
+    "sample_rows": "num_sample_rows",
+    "sample_reqs": "num_sample_rows",
+    "token_ids": "num_tokens",
+    "positions": "num_tokens",
+    "slot_mapping": "num_tokens",
+    "token_reqs": "num_tokens",
+    "new_page_slots": "num_new_pages",
+    "new_page_indices": "num_new_pages",
+    "new_page_ids": "num_new_pages",
+    "admitted_slots": "num_admitted",
+}
+
+
+class StepBuffers:
+    """The two packed slots as tensors, their device twins, and the page table they keep up to date.
+
+    On the CPU every view is the planner's memory itself; on a device one copy a step brings it over. A slot
+    may be written again once the step after next is planned, which the alternation guarantees.
+    """
+
+    def __init__(self, host_slots: tuple[np.ndarray, np.ndarray], page_table: torch.Tensor) -> None:
+        """`host_slots` int32 [words] each; `page_table` int32 [max_num_seqs, max_pages] on the device."""
+        self._host = host_slots
+        self._page_table = page_table
+        words = [torch.from_numpy(slot) for slot in host_slots]
+        self._on_host = page_table.device.type == "cpu"
+        self._pinned = words if self._on_host else [pin(tensor) for tensor in words]
+        self._device = words if self._on_host else [tensor.to(page_table.device) for tensor in words]
+        self._next = 0
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that the coming step must be packed into."""
+        return self._next
+
+    def load(self, step_id: int) -> BatchMetadata:
+        """Views of the step just packed into `next_slot`; applies its new pages to the page table."""
+        index, self._next = self._next, 1 - self._next
+        host = self._host[index]
+        header = {name: int(host[word]) for name, word in HEADER.items()}
+        if header["magic"] != MAGIC:
+            raise StaleStepError(f"packed slot {index} holds no batch: magic {header['magic']:#x}, expected {MAGIC:#x}")
+        device = self._device[index]
+        if not self._on_host:
+            num_words = header["num_words"]
+            device[:num_words].copy_(self._pinned[index][:num_words], non_blocking=True)
+        spans = section_spans(header, host)
+        views = {name: device[start:end] for name, (start, end) in spans.items()}
+        host_views = {name: host[start:end] for name, (start, end) in spans.items()}
+        if header["num_new_pages"]:
+            self._page_table[views["new_page_slots"], views["new_page_indices"]] = views["new_page_ids"]
+        return BatchMetadata(
+            step_id=step_id,
+            num_drafts=header["num_draft_tokens"],
+            **{name: header[name] for name in _BATCH_COUNTS},
+            **{name: views[name] for name in _BATCH_TENSORS},
+            page_table=self._page_table,
+            host=host_views,
+            admitted=_admitted(host_views),
+        )
+
+
+def section_spans(header: dict[str, int], host: np.ndarray) -> dict[str, tuple[int, int]]:
+    """Half-open word ranges of every section of a packed slot."""
+    spans = {}
+    for index, name in enumerate(SECTIONS):
+        start = int(host[SECTION_OFFSETS_AT + index])
+        if name == "admitted_ids":
+            length = 2 * header["num_admitted"]
+        else:
+            length = header[_COUNT_OF_SECTION.get(name, "num_reqs")] + (name in _PER_REQUEST_AND_ONE)
+        spans[name] = (start, start + length)
+    return spans
+
+
+def pin(tensor: torch.Tensor) -> torch.Tensor:
+    """Registers the planner's own memory with CUDA, so that the copy of a step is asynchronous."""
+    result = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if int(result) != 0:
+        raise ConfigError(
+            f"cannot pin {tensor.nbytes} bytes of host memory (CUDA error {int(result)}); raise ulimit -l"
+        )
+    return tensor
+
+
+def _admitted(host: dict[str, np.ndarray]) -> list[tuple[int, int]]:
+    words = host["admitted_ids"]
+    if len(words) == 0:
+        return []
+    ids = np.ascontiguousarray(words).view(np.int64)
+    return list(zip(host["admitted_slots"].tolist(), ids.tolist(), strict=True))

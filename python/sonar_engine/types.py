@@ -96,3 +96,56 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a started engine is, for clients and start-up output."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int  # width of the logits: every id is below it
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+    num_pages: int
+    page_size: int
+    max_num_seqs: int
+    drafter: str
+    num_speculative_tokens: int
+    version: str
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since start and gauges of now. Tokens unless the name says otherwise."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int  # held by the prefix cache alone, given up on demand
+    kv_cache_usage: float  # share of pages owned by requests, 0..1
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    num_drafts: int  # row-steps that verified at least one draft token
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_pos: list[int]
+    step_seconds: dict[str, float]  # totals by stage
+    device_idle_seconds: float
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished sequence of `Engine.generate`."""
+
+    index: int
+    text: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None
+    metrics: RequestMetrics
