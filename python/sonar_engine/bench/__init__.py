@@ -1,0 +1,1 @@
+"""What `sonar bench` measures: the scheduler alone, one stream, many streams."""
