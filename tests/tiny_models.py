@@ -128,9 +128,7 @@ def _spread(model: PreTrainedModel, seed: int) -> None:
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
                 parameter.copy_(1 + 0.2 * noise)
-            elif name.endswith(".bias"):
-                parameter.copy_(0.5 * noise)
-            elif "embed" in name or "lm_head" in name:
+            elif name.endswith(".bias") or "embed" in name or "lm_head" in name:
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(1.5 * noise / parameter.shape[-1] ** 0.5)

@@ -1,0 +1,325 @@
+"""The shape of a model, read once from config.json or GGUF metadata and checked before any weight is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sonar_engine.errors import ModelLoadError
+
+SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_GENERATION_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Required and optional parameters of each rope kind, in transformers' spelling.
+_ROPE_KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A decoder of the Llama family. Sizes in elements, lengths in tokens.
+
+    `rope_scaling` is None or `{"kind": "linear" | "llama3" | "yarn", ...parameters in transformers' spelling}`.
+    `sliding_window` is the number of tokens a windowed layer sees (itself included); `layer_windows[i]` is that
+    number or None (full attention) for layer i. `generation_defaults` holds what generation_config.json sets of
+    temperature, top_k, top_p, min_p and repetition_penalty. `torch_dtype` is the checkpoint's own dtype
+    (bfloat16 for quantised GGUF files).
+    """
+
+    family: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    rope_scaling: Mapping[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    torch_dtype: torch.dtype = torch.bfloat16
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.layer_windows:
+            object.__setattr__(self, "layer_windows", (self.sliding_window,) * self.num_layers)
+        _check(self)
+
+    @classmethod
+    def from_hf(cls, folder: str | Path) -> ModelConfig:
+        """Reads config.json and, if present, generation_config.json of a Hugging Face folder."""
+        folder = Path(folder)
+        raw = read_json(folder / "config.json")
+        generation_path = folder / "generation_config.json"
+        generation = read_json(generation_path) if generation_path.exists() else {}
+        return _from_hf_dict(raw, generation, str(folder / "config.json"))
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> ModelConfig:
+        """Reads the metadata of a GGUF file."""
+        from sonar_engine.models.gguf_weights import read_gguf_config
+
+        return read_gguf_config(Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> ModelConfig:
+        """`from_gguf` for a .gguf file, else `from_hf`."""
+        path = Path(path)
+        return cls.from_gguf(path) if path.suffix == ".gguf" else cls.from_hf(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of the model; ModelLoadError when it is missing or is not one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path} is missing; a model folder needs it beside its safetensors files") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def unsupported_architecture(found: object, where: str) -> ModelLoadError:
+    known = ", ".join(sorted(_ARCHITECTURES))
+    return ModelLoadError(f"{where}: architecture {found!r} is not supported; supported are {known}")
+
+
+class _Fields:
+    """Typed access to one JSON object; every complaint names the file and the key."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            raise ModelLoadError(f"{self.where}: {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+            raise ModelLoadError(f"{self.where}: {key} must be a whole number of at least {least}, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.raw.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ModelLoadError(f"{self.where}: {key} must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ModelLoadError(f"{self.where}: {key} must be true or false, not {value!r}")
+        return value
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """One id, a list of ids, or nothing."""
+        value = self.raw.get(key)
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values):
+            raise ModelLoadError(f"{self.where}: {key} must be a token id or a list of them, not {value!r}")
+        return tuple(dict.fromkeys(values))
+
+
+def _from_hf_dict(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+    family = _family(raw, where)
+    _refuse_quantised(raw, where)
+    get = _Fields(raw, where)
+    activation = raw.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelLoadError(f"{where}: hidden_act {activation!r} is not supported; it must be 'silu'")
+    num_layers, num_heads = get.integer("num_hidden_layers"), get.integer("num_attention_heads")
+    hidden_size = get.integer("hidden_size")
+    rope_theta, rope_scaling = _rope(raw, where)
+    window, layer_windows = _windows(raw, get, family, num_layers)
+    bias = get.flag("attention_bias")
+    return ModelConfig(
+        family=family,
+        hidden_size=hidden_size,
+        intermediate_size=get.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=get.integer("num_key_value_heads", default=num_heads),
+        head_dim=_head_dim(get, family, hidden_size, num_heads),
+        vocab_size=get.integer("vocab_size"),
+        rms_norm_eps=get.number("rms_norm_eps", default=1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        max_position_embeddings=get.integer("max_position_embeddings", default=2048),
+        tie_word_embeddings=get.flag("tie_word_embeddings"),
+        qkv_bias=bias if family in ("llama", "qwen3") else family == "qwen2",
+        o_bias=bias if family in ("llama", "qwen3") else False,
+        mlp_bias=get.flag("mlp_bias") if family == "llama" else False,
+        qk_norm=family == "qwen3",
+        sliding_window=window,
+        layer_windows=layer_windows,
+        bos_token_id=next(iter(get.ids("bos_token_id")), None),
+        eos_token_ids=_eos_ids(get, _Fields(generation, "generation_config.json")),
+        torch_dtype=_dtype(raw, where),
+        generation_defaults=_generation_defaults(generation),
+    )
+
+
+def _family(raw: Mapping[str, Any], where: str) -> str:
+    names = raw.get("architectures") or []
+    if names:
+        name = names[0] if isinstance(names, list) else names
+        if name not in _ARCHITECTURES:
+            raise unsupported_architecture(name, where)
+        return _ARCHITECTURES[name]
+    family = raw.get("model_type")
+    if family not in SUPPORTED_FAMILIES:
+        raise unsupported_architecture(family, where)
+    return str(family)
+
+
+def _refuse_quantised(raw: Mapping[str, Any], where: str) -> None:
+    quantisation = raw.get("quantization_config") or raw.get("compression_config")
+    if quantisation:
+        method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else quantisation
+        raise ModelLoadError(
+            f"{where}: weights quantised by {method!r} are not supported; use the unquantised checkpoint or a GGUF file"
+        )
+
+
+def _head_dim(get: _Fields, family: str, hidden_size: int, num_heads: int) -> int:
+    if get.raw.get("head_dim") is not None:
+        return get.integer("head_dim")
+    if family == "qwen3":
+        return 128  # the default of transformers' Qwen3Config
+    if hidden_size % num_heads:
+        raise ModelLoadError(
+            f"{get.where}: hidden_size {hidden_size} is not divisible by num_attention_heads {num_heads} "
+            "and head_dim is missing"
+        )
+    return hidden_size // num_heads
+
+
+def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
+    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (older)."""
+    parameters = raw.get("rope_parameters") or {}
+    scaling = raw.get("rope_scaling") or {}
+    for key, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+        if not isinstance(value, dict):
+            raise ModelLoadError(f"{where}: {key} must be an object, not {value!r}")
+    merged = {**scaling, **parameters}
+    merged.setdefault("rope_theta", raw.get("rope_theta"))
+    theta = _Fields(merged, where).number("rope_theta", 10000.0)
+    if float(merged.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0) != 1.0:
+        raise ModelLoadError(f"{where}: partial_rotary_factor other than 1 is not supported")
+    merged.setdefault("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
+    return theta, rope_scaling_of(merged, raw.get("max_position_embeddings"), where)
+
+
+def rope_scaling_of(
+    parameters: Mapping[str, Any], max_position_embeddings: int | None, where: str
+) -> dict[str, Any] | None:
+    """Normalises rope parameters to `{"kind": ..., ...}`, or None for plain rotary embeddings."""
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind not in _ROPE_KINDS:
+        raise ModelLoadError(f"{where}: rope scaling {kind!r} is not supported; supported are {', '.join(_ROPE_KINDS)}")
+    required, optional = _ROPE_KINDS[kind]
+    get = _Fields(parameters, where)
+    result: dict[str, Any] = {"kind": kind}
+    for key in required:
+        if key == "original_max_position_embeddings":
+            result[key] = get.integer(key, default=max_position_embeddings)
+        else:
+            result[key] = get.number(key)
+    for key in optional:
+        if parameters.get(key) is not None:
+            result[key] = get.flag(key) if key == "truncate" else get.number(key)
+    return result
+
+
+def _windows(
+    raw: Mapping[str, Any], get: _Fields, family: str, num_layers: int
+) -> tuple[int | None, tuple[int | None, ...]]:
+    """The window, and for each layer the window or None.
+
+    Mistral windows every layer; Qwen only with `use_sliding_window`, from layer `max_window_layers` on, unless
+    `layer_types` names each layer.
+    """
+    enabled = family == "mistral" or (family in ("qwen2", "qwen3") and get.flag("use_sliding_window"))
+    if not enabled or raw.get("sliding_window") is None:
+        return None, (None,) * num_layers
+    window = get.integer("sliding_window")
+    types = raw.get("layer_types")
+    if types is None:
+        first = get.integer("max_window_layers", default=28, least=0) if family != "mistral" else 0
+        return window, tuple(window if i >= first else None for i in range(num_layers))
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise ModelLoadError(f"{get.where}: layer_types must list {num_layers} layers")
+    unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise ModelLoadError(f"{get.where}: layer type {unknown[0]!r} is not supported")
+    return window, tuple(window if t == "sliding_attention" else None for t in types)
+
+
+def _eos_ids(config: _Fields, generation: _Fields) -> tuple[int, ...]:
+    """generation_config.json adds to config.json: chat models often end a turn with a token only the former names."""
+    return tuple(dict.fromkeys((*generation.ids("eos_token_id"), *config.ids("eos_token_id"))))
+
+
+def _dtype(raw: Mapping[str, Any], where: str) -> torch.dtype:
+    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if name not in _DTYPES:
+        raise ModelLoadError(f"{where}: dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _generation_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """Sampling defaults that the model's authors set."""
+    found = {key: generation[key] for key in _GENERATION_KEYS if isinstance(generation.get(key), int | float)}
+    return {key: int(value) if key == "top_k" else float(value) for key, value in found.items()}
+
+
+def _check(config: ModelConfig) -> None:
+    """What must hold between the numbers, whichever file they came from."""
+    if config.num_heads % config.num_kv_heads:
+        raise ModelLoadError(
+            f"num_attention_heads ({config.num_heads}) must be a multiple of "
+            f"num_key_value_heads ({config.num_kv_heads})"
+        )
+    if config.head_dim % 2:
+        raise ModelLoadError(f"head_dim must be even for rotary embeddings, not {config.head_dim}")
+    if len(config.layer_windows) != config.num_layers:
+        raise ModelLoadError(f"layer_windows has {len(config.layer_windows)} entries for {config.num_layers} layers")
+    outside = [i for i in (*config.eos_token_ids, config.bos_token_id) if i is not None and i >= config.vocab_size]
+    if outside:
+        raise ModelLoadError(f"special token ids {outside} are outside the vocabulary of {config.vocab_size}")
