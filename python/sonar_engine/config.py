@@ -46,6 +46,7 @@ class EngineConfig(BaseModel):
     max_waiting: int = Field(1024, ge=1)
     enable_prefix_caching: bool = True
     batch_invariant: bool = False
+    plan_ahead: bool | None = None  # plan the next step on the planner's thread; None: on CUDA only
     seed: int = 0
     num_threads: int | None = Field(None, ge=1)
     speculative: SpeculativeConfig = SpeculativeConfig()

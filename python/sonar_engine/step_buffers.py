@@ -7,6 +7,7 @@ pins both. Two slots alternate, so that a slot is never rewritten under a runnin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -164,14 +165,15 @@ class StepBuffers:
         host_views = {name: host[start:end] for name, (start, end) in spans.items()}
         if header["num_new_pages"]:
             self._page_table[views["new_page_slots"], views["new_page_indices"]] = views["new_page_ids"]
+        fields: dict[str, Any] = {name: header[name] for name in _BATCH_COUNTS}
+        fields |= {name: views[name] for name in _BATCH_TENSORS}
         return BatchMetadata(
             step_id=step_id,
             num_drafts=header["num_draft_tokens"],
-            **{name: header[name] for name in _BATCH_COUNTS},
-            **{name: views[name] for name in _BATCH_TENSORS},
             page_table=self._page_table,
             host=host_views,
             admitted=_admitted(host_views),
+            **fields,
         )
 
 

@@ -1,0 +1,1 @@
+"""Ways of speculating. `base` is their interface, `registry` their list."""

@@ -1,0 +1,349 @@
+"""The engine: one target, one drafter, one scheduler, and the loop that moves them together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sonar_engine._scheduler import Events, Scheduler
+from sonar_engine.drafters.base import Draft, Drafter, Verdict
+from sonar_engine.drafters.registry import DrafterContext, build_drafter
+from sonar_engine.errors import EngineDeadError, InvalidRequestError
+from sonar_engine.events import LogprobColumns, StepEvents
+from sonar_engine.generation import Generation
+from sonar_engine.model_runner import ModelRunner
+from sonar_engine.models.registry import resolve_model
+from sonar_engine.sampling.logprobs import LogprobTensors
+from sonar_engine.sampling.state import SamplingState
+from sonar_engine.sampling.validation import validate
+from sonar_engine.step_buffers import BatchMetadata, StepBuffers
+from sonar_engine.step_statistics import StepStatistics
+from sonar_engine.tokenizer import Tokenizer, load_tokenizer
+from sonar_engine.types import Completion, EngineInfo, EngineStats, RequestOutput, SamplingParams
+from sonar_engine.verification.token import Verifier
+
+if TYPE_CHECKING:
+    from sonar_engine.config import EngineConfig
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
+
+FIRST_PROBE_ID = 1 << 62  # request ids of callers are below
+
+
+class Engine:
+    """Runs requests through the target and its drafter. `submit` and `abort` may be called from any thread.
+
+    One thread at a time calls `step`; `generate` and `stream` do so on the caller's behalf.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, tokenizer: Tokenizer, info: EngineInfo) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.info = info
+        self._runner = runner
+        self._scheduler = _build_scheduler(config, runner, info)
+        self._buffers = StepBuffers((self._scheduler.slot(0), self._scheduler.slot(1)), runner.page_table)
+        self._drafter: Drafter = build_drafter(DrafterContext(config, self._scheduler, runner.device))
+        self._sampling = SamplingState(config.max_num_seqs, info.vocab_size, runner.device, info.eos_token_ids)
+        self._verifier = Verifier(self._sampling)
+        self._statistics = StepStatistics(config.speculative.num_speculative_tokens)
+        self._params: dict[int, tuple[SamplingParams, int]] = {}  # request id -> parameters, its own seed
+        self._seeds = np.random.default_rng(config.seed)
+        self._submit_lock = threading.Lock()
+        self._plan_ahead = runner.device.type == "cuda" if config.plan_ahead is None else config.plan_ahead
+        self._planning_ahead = False
+        self._num_probes = 0
+        self._generation = Generation(self)
+
+    # Requests
+
+    def submit(self, request_id: int, prompt: Sequence[int] | np.ndarray, params: SamplingParams) -> None:
+        """Queue one sequence. Thread-safe.
+
+        Raises InvalidRequestError (a field that cannot be served, an id already in use) or QueueFullError.
+        """
+        tokens, params = self.validate(prompt, params)
+        with self._submit_lock:
+            if request_id in self._params:
+                raise InvalidRequestError(f"request id {request_id} is in use", param="request_id")
+            seed = params.seed if params.seed is not None else int(self._seeds.integers(-(1 << 63), (1 << 63) - 1))
+            self._params[request_id] = (params, seed)
+        try:
+            self._scheduler.submit(
+                request_id,
+                tokens,
+                max_tokens=params.max_tokens,
+                min_tokens=params.min_tokens,
+                stop_token_ids=np.asarray(params.stop_token_ids, np.int32),
+                ignore_eos=params.ignore_eos,
+                priority=params.priority,
+                cache_salt=params.cache_salt.encode() if params.cache_salt is not None else None,
+                num_speculative_tokens=self._most_drafts(params),
+            )
+        except Exception:
+            del self._params[request_id]
+            raise
+
+    def validate(self, prompt: Sequence[int] | np.ndarray, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
+        """The prompt as int32 [P] and the parameters with defaults filled in; InvalidRequestError names what is wrong."""
+        tokens = _as_tokens(prompt, self.info.vocab_size)
+        limits = {"vocab_size": self.info.vocab_size, "max_model_len": self.info.max_model_len}
+        return tokens, validate(params, num_prompt_tokens=len(tokens), **limits)
+
+    def abort(self, request_id: int) -> None:
+        """End a request at whatever point it is; an unknown id is ignored. Thread-safe."""
+        self._scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    # One step
+
+    def step(self) -> StepEvents | None:
+        """Plan, propose, verify, ingest, commit: one step. None when nothing was waiting or running."""
+        self._statistics.start()
+        planned_at = time.monotonic()
+        step_id = self._plan()
+        if step_id is None:
+            return self._events_of(self._scheduler.poll())
+        batch = self._buffers.load(step_id)
+        self._admit(batch)
+        self._statistics.lap("plan")
+        draft = self._drafter.propose(batch)
+        self._statistics.lap("draft")
+        hidden, verdict, logprobs = self._verify(batch, draft)
+        self._statistics.lap("verify")
+        self._drafter.ingest(batch, hidden, verdict)
+        self._statistics.lap("ingest")
+        events = self._commit(batch, verdict, logprobs, planned_at)
+        self._statistics.lap("commit")
+        return events
+
+    def _plan(self) -> int | None:
+        """The step planned ahead, if there is one; else one planned now."""
+        step_id = None
+        if self._planning_ahead:
+            step_id, self._planning_ahead = self._scheduler.take_plan(), False
+        if step_id is None:
+            step_id = self._scheduler.plan(self._buffers.next_slot, self._drafter.draft_lens())
+        return step_id
+
+    def _admit(self, batch: BatchMetadata) -> None:
+        """Fills the slot state of requests that enter one with this step."""
+        for slot, request_id in batch.admitted:
+            params, seed = self._params[request_id]
+            history = self._scheduler.request_tokens(request_id)
+            num_prompt = self._scheduler.num_prompt_tokens(request_id)
+            self._sampling.admit(slot, params, history[:num_prompt], history[num_prompt:], params_seed=seed)
+            self._drafter.admit(slot, request_id, self._most_drafts(params))
+
+    def _verify(self, batch: BatchMetadata, draft: Draft | None) -> tuple[torch.Tensor, Verdict, LogprobTensors | None]:
+        """One target pass over every row's tokens and drafts, then acceptance at each sampled position."""
+        hidden = self._runner.forward(batch, draft)  # [T, H]
+        logits = self._runner.logits(hidden, batch.sample_rows)  # [S, V] fp32
+        verdict, logprobs = self._verifier.verify(logits, batch, draft)
+        return hidden, verdict, logprobs
+
+    def _commit(
+        self, batch: BatchMetadata, verdict: Verdict, logprobs: LogprobTensors | None, planned_at: float
+    ) -> StepEvents:
+        """Lengths, pages and stop rules on the host; what the step gave as columns."""
+        self._sampling.observe(batch, verdict)
+        events = self._scheduler.commit(batch.step_id, verdict.num_emitted.cpu().numpy(), verdict.tokens.cpu().numpy())
+        self._statistics.count(batch, events)
+        columns = None if logprobs is None else _logprob_columns(logprobs, batch, events)
+        admitted = np.array([request_id for _, request_id in batch.admitted], np.int64)
+        if self._plan_ahead:
+            self._scheduler.start_plan(self._buffers.next_slot, self._drafter.draft_lens())
+            self._planning_ahead = True
+        result = self._events_of(events, columns, admitted, planned_at)
+        return result if result is not None else _no_events()
+
+    def _events_of(
+        self,
+        events: Events | None,
+        logprobs: LogprobColumns | None = None,
+        admitted: np.ndarray | None = None,
+        admitted_at: float = 0.0,
+    ) -> StepEvents | None:
+        if events is None:
+            return None
+        for request_id in events.request_ids[events.finish != 0].tolist():
+            self._params.pop(request_id, None)
+        return StepEvents(
+            now=time.monotonic(),
+            request_ids=events.request_ids.tobytes(),
+            num_tokens=events.num_tokens.tobytes(),
+            finish=events.finish.tobytes(),
+            stop_tokens=events.stop_tokens.tobytes(),
+            num_drafted=events.num_drafted.tobytes(),
+            num_accepted=events.num_accepted.tobytes(),
+            num_cached=events.num_cached.tobytes(),
+            num_preemptions=events.num_preemptions.tobytes(),
+            tokens=events.tokens.tobytes(),
+            admitted_ids=b"" if admitted is None else admitted.tobytes(),
+            admitted_at=admitted_at,
+            logprobs=logprobs,
+        )
+
+    def _most_drafts(self, params: SamplingParams) -> int:
+        config = self.config.speculative
+        if config.method == "none" or not params.speculative_enabled:
+            return 0
+        own = params.num_speculative_tokens
+        return config.num_speculative_tokens if own is None else min(own, config.num_speculative_tokens)
+
+    # Whole generations
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_output: Callable[[int, RequestOutput], None] | None = None,
+    ) -> list[Completion]:
+        """Run all prompts to their end and return the completions in order.
+
+        `on_output(index, output)` is called for every prompt's new tokens as they come.
+        Raises InvalidRequestError before anything runs when one of the prompts cannot be served.
+        """
+        return self._generation.generate(prompts, params, on_output)
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:
+        """New tokens of one sequence as they come; closing the iterator aborts the request."""
+        return self._generation.stream(prompt, params)
+
+    # State
+
+    def stats(self) -> EngineStats:
+        """Counters since start and gauges of now. Thread-safe."""
+        gauges, totals = self._scheduler.stats(), self._statistics
+        used = gauges.num_pages - gauges.num_free_pages - gauges.num_cached_pages
+        return EngineStats(
+            num_running=gauges.num_running,
+            num_waiting=gauges.num_waiting,
+            num_pages=gauges.num_pages,
+            num_free_pages=gauges.num_free_pages,
+            num_cached_pages=gauges.num_cached_pages,
+            kv_cache_usage=used / gauges.num_pages,
+            prefix_queries=gauges.prefix_queries,
+            prefix_hits=gauges.prefix_hits,
+            num_preemptions=gauges.num_preemptions,
+            num_steps=totals.num_steps,
+            prompt_tokens=totals.prompt_tokens,
+            generation_tokens=totals.generation_tokens,
+            num_drafts=totals.num_drafts,
+            num_draft_tokens=totals.num_draft_tokens,
+            num_accepted_tokens=totals.num_accepted_tokens,
+            accepted_per_pos=totals.accepted_per_pos,
+            step_seconds=dict(totals.step_seconds),
+            device_idle_seconds=totals.device_idle_seconds,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; pages that running requests own stay theirs."""
+        return self._scheduler.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Raises when a page or length invariant of the scheduler is broken."""
+        self._scheduler.check_integrity()
+
+    def probe(self) -> None:
+        """Prove that steps advance: an idle engine runs a one-token request; a busy one needs no proof."""
+        if self.has_work():
+            return
+        self._num_probes += 1
+        request_id = FIRST_PROBE_ID + self._num_probes
+        token = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0
+        self.submit(request_id, [token], SamplingParams(temperature=0.0, max_tokens=1))
+        while request_id in self._params:
+            if self.step() is None and not self.has_work():
+                raise EngineDeadError("the probe request vanished without an end")
+
+    def close(self) -> None:
+        """Abort what runs and stop the streaming thread. The engine cannot be used afterwards."""
+        self._generation.close()
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
+    """Resolve, load and warm up `config.model`.
+
+    Raises ConfigError or ModelLoadError, each with the way out.
+    """
+    resolved = resolve_model(config.model)
+    tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else resolved)
+    runner = ModelRunner.load(config, resolved, progress)
+    from sonar_engine import __version__
+
+    info = EngineInfo(
+        model_name=resolved.name,
+        max_model_len=runner.max_model_len,
+        vocab_size=runner.vocab_size,
+        eos_token_ids=sorted({*tokenizer.eos_token_ids, *runner.eos_token_ids}),
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(runner.device),
+        num_pages=runner.num_pages,
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        drafter=config.speculative.method,
+        num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative.method != "none" else 0,
+        version=__version__,
+    )
+    return Engine(config, runner, tokenizer, info)
+
+
+def _build_scheduler(config: EngineConfig, runner: ModelRunner, info: EngineInfo) -> Scheduler:
+    return Scheduler(
+        page_size=config.page_size,
+        num_pages=info.num_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        max_waiting=config.max_waiting,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_speculative_tokens=info.num_speculative_tokens,
+        eos_token_ids=np.asarray(info.eos_token_ids, np.int32),
+        cache_key=np.random.default_rng().bytes(32),
+    )
+
+
+def _as_tokens(prompt: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """int32 [P]; ids are checked here since a conversion would wrap those beyond 32 bits."""
+    if len(prompt) == 0:
+        raise InvalidRequestError("the prompt is empty; give at least one token", param="prompt")
+    try:
+        tokens = np.asarray(prompt, np.int64)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise InvalidRequestError(f"prompt token ids must be integers ({error})", param="prompt") from error
+    wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(wrong):
+        raise InvalidRequestError(
+            f"prompt token id {int(wrong[0])} is out of range; ids are 0 to {vocab_size - 1}", param="prompt"
+        )
+    return tokens.astype(np.int32)
+
+
+def _logprob_columns(logprobs: LogprobTensors, batch: BatchMetadata, events: Events) -> LogprobColumns:
+    """Rows of `logprobs` [S] in the order of `events.tokens`: an event's tokens sit at its row's first samples."""
+    num_tokens = events.num_tokens
+    starts = batch.host["sample_indptr"][np.maximum(events.batch_rows, 0)]
+    ends = np.cumsum(num_tokens)
+    within = np.arange(len(events.tokens)) - np.repeat(ends - num_tokens, num_tokens)
+    rows = torch.from_numpy(np.repeat(starts, num_tokens) + within)
+    return LogprobColumns(
+        logprobs=logprobs.logprobs[rows].cpu().numpy().tobytes(),
+        ranks=logprobs.ranks[rows].cpu().numpy().tobytes(),
+        top_ids=logprobs.top_ids[rows].cpu().numpy().tobytes(),
+        top_logprobs=logprobs.top_logprobs[rows].cpu().numpy().tobytes(),
+        width=logprobs.top_ids.shape[1],
+    )
+
+
+def _no_events() -> StepEvents:
+    empty = b""
+    return StepEvents(time.monotonic(), empty, empty, empty, empty, empty, empty, empty, empty, empty)
