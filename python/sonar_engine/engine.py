@@ -90,7 +90,7 @@ class Engine:
             raise
 
     def validate(self, prompt: Sequence[int] | np.ndarray, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
-        """The prompt as int32 [P] and the parameters with defaults filled in; InvalidRequestError names what is wrong."""
+        """The prompt as int32 [P] and the parameters with defaults filled in; raises InvalidRequestError."""
         tokens = _as_tokens(prompt, self.info.vocab_size)
         limits = {"vocab_size": self.info.vocab_size, "max_model_len": self.info.max_model_len}
         return tokens, validate(params, num_prompt_tokens=len(tokens), **limits)
@@ -204,14 +204,14 @@ class Engine:
         self,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
-        on_output: Callable[[int, RequestOutput], None] | None = None,
+        on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
         """Run all prompts to their end and return the completions in order.
 
-        `on_output(index, output)` is called for every prompt's new tokens as they come.
+        `on_text(index, text)` is called with every prompt's new text as it comes.
         Raises InvalidRequestError before anything runs when one of the prompts cannot be served.
         """
-        return self._generation.generate(prompts, params, on_output)
+        return self._generation.generate(prompts, params, on_text)
 
     def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:
         """New tokens of one sequence as they come; closing the iterator aborts the request."""

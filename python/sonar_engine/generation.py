@@ -15,7 +15,7 @@ import numpy as np
 from sonar_engine.detokenizer import IncrementalDetokenizer
 from sonar_engine.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from sonar_engine.events import OutputCollector
-from sonar_engine.types import Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from sonar_engine.types import Completion, RequestOutput, SamplingParams, TokenLogprobs
 
 if TYPE_CHECKING:
     from sonar_engine.engine import Engine
@@ -46,24 +46,24 @@ class Generation:
         self,
         prompts: Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
-        on_output: Callable[[int, RequestOutput], None] | None = None,
+        on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters", param="params")
         parts = [
-            _Sequence(index, self._encode(prompt), own, self._engine, on_output)
+            _Sequence(index, self._encode(prompt), own, self._engine, on_text)
             for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
         ]
         for part in parts:
             self._engine.validate(part.prompt, part.params)
         try:
             waiting = deque(parts)
-            while not all(part.finish_reason for part in parts):
+            while not all(part.done for part in parts):
                 self._submit_from(waiting)
                 self._step()
         finally:
-            self._forget([part.request_id for part in parts if part.request_id and not part.finish_reason])
+            self._forget([part.request_id for part in parts if part.request_id and not part.done])
         return [part.completion() for part in parts]
 
     async def stream(self, prompt: str | Sequence[int], params: SamplingParams) -> AsyncIterator[RequestOutput]:
@@ -177,17 +177,51 @@ class _Sequence:
         prompt: np.ndarray,
         params: SamplingParams,
         engine: Engine,
-        on_output: Callable[[int, RequestOutput], None] | None,
+        on_text: Callable[[int, str], None] | None,
     ) -> None:
         self.prompt = prompt
         self.params = params
         self.request_id = 0  # 0: not submitted yet
-        self.finish_reason: FinishReason | None = None
+        self.done = False  # the final event has come
         self._index = index
         self._engine = engine
-        self._on_output = on_output
+        self._on_text = on_text
         self._detokenizer = IncrementalDetokenizer(engine.tokenizer, params)
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._stop: str | None = None  # the stop string that ended it before the engine did
         self._last: RequestOutput | None = None
+
+    def feed(self, output: RequestOutput | None) -> None:
+        """Takes new tokens. A completed stop string ends the text there and aborts the rest in the engine."""
+        self.done = output is None or output.finish_reason is not None
+        self._last = output
+        if output is None or self._stop is not None:
+            return
+        delta = self._detokenizer.add(output.token_ids, output.finish_reason)
+        self._token_ids += output.token_ids[: delta.num_tokens]
+        if self._logprobs is not None:
+            self._logprobs += (output.logprobs or [])[: delta.num_tokens]
+        self._text.append(delta.text)
+        self._stop = delta.stop
+        if self._stop is not None and not self.done:
+            self._engine.abort(self.request_id)
+        if delta.text and self._on_text is not None:
+            self._on_text(self._index, delta.text)
+
+    def completion(self) -> Completion:
+        """Raises EngineDeadError when the engine's loop ended first."""
+        last = self._last
+        if last is None or last.finish_reason is None or last.metrics is None:
+            raise EngineDeadError("the engine's loop ended before the prompt was done")
+        return Completion(
+            index=self._index,
+            text="".join(self._text),
+            prompt_token_ids=self.prompt.tolist(),
+            token_ids=self._token_ids,
+            finish_reason="stop" if self._stop is not None else last.finish_reason,
+            stop_reason=self._stop if self._stop is not None else last.stop_reason,
+            logprobs=self._logprobs,
+            metrics=last.metrics,
+        )

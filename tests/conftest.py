@@ -1,0 +1,51 @@
+"""Fixtures shared by the tests: tiny checkpoints on disk and engines built on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sonar_engine.config import EngineConfig
+from sonar_engine.engine import Engine, build_engine
+from tiny_models import make_tiny
+
+BuildEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random SmolLM-shaped model with a tokenizer and a chat template, fp32."""
+    return make_tiny("smollm", tmp_path_factory.mktemp("tiny"), tokenizer=True)
+
+
+@pytest.fixture
+def build_tiny(tiny_folder: Path) -> Iterator[BuildEngine]:
+    """Builds engines on the tiny model; every one is checked and closed at the end of the test.
+
+    fp32 and small limits unless overridden. Afterwards no request may hold a page.
+    """
+    engines: list[Engine] = []
+
+    def build(**options: Any) -> Engine:
+        defaults: dict[str, Any] = {
+            "model": str(tiny_folder),
+            "dtype": "float32",
+            "device": "cpu",
+            "batch_invariant": True,
+            "max_model_len": 256,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 256,
+            "kv_cache_tokens": 4096,
+            "page_size": 4,
+        }
+        engine = build_engine(EngineConfig(**{**defaults, **options}))
+        engines.append(engine)
+        return engine
+
+    yield build
+    for engine in engines:
+        engine.check_integrity()
+        assert engine.stats().kv_cache_usage == 0
+        engine.close()
