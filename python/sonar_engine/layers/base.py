@@ -24,8 +24,8 @@ class Linear(Protocol):
 class Ops(Protocol):
     """Element-wise and row-wise operations of a decoder layer. T = tokens of the batch."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Takes weight [out, in] (and may keep a packed copy alone); bias [out] or None."""
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
+        """Takes weight [out, in] (and may keep a packed copy alone); bias [out] or None; None: x's dtype out."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

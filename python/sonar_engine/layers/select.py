@@ -1,0 +1,36 @@
+"""Picks the implementation of `Ops` from the configuration."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from sonar_engine.config import EngineConfig
+from sonar_engine.errors import ConfigError
+from sonar_engine.layers.base import Ops
+from sonar_engine.layers.torch_ops import TorchOps
+
+LinearBackend = Literal["torch", "native"]
+
+
+def native_extension_error() -> str | None:
+    """Why the Rust CPU kernels cannot be used, or None."""
+    try:
+        import sonar_engine.attention.native_attention
+        import sonar_engine.layers.native  # noqa: F401
+    except ImportError as error:
+        return f"the extension with the CPU kernels cannot be imported ({error})"
+    return None
+
+
+def select_ops(engine: EngineConfig, device: torch.device) -> tuple[LinearBackend, Ops]:
+    """`auto`: the Rust kernels on a CPU, torch elsewhere; ConfigError when the one asked for cannot run here."""
+    obstacle = native_extension_error() if device.type == "cpu" else f"it runs on a CPU, not on {device.type}"
+    if engine.linear_backend == "native" and obstacle is not None:
+        raise ConfigError(f"linear_backend=native cannot be used: {obstacle}; use auto or torch")
+    if engine.linear_backend == "torch" or obstacle is not None:
+        return "torch", TorchOps(batch_invariant=engine.batch_invariant)
+    from sonar_engine.layers.native import NativeOps
+
+    return "native", NativeOps(torch.get_num_threads())
