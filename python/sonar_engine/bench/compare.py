@@ -1,0 +1,45 @@
+"""The other side of a comparison: transformers' `generate` with the same weights, dtype and threads."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sonar_engine.models.registry import resolve_model
+
+
+class TransformersModel:
+    """A causal model loaded by transformers from the same file or folder as ours."""
+
+    def __init__(self, model: str, dtype: torch.dtype) -> None:
+        from transformers import AutoModelForCausalLM
+
+        resolved = resolve_model(model)
+        path = Path(resolved.path)
+        source: dict[str, Any] = {"gguf_file": path.name} if resolved.kind == "gguf" else {}
+        folder = path.parent if resolved.kind == "gguf" else path
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **source).eval()
+        self._pad_id = 0
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[list[int]], output_len: int) -> float:
+        """Seconds for `output_len` greedy tokens after each prompt, as one batch padded on the left."""
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[self._pad_id] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        started = time.perf_counter()
+        output = self._model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=False,
+            min_new_tokens=output_len,
+            max_new_tokens=output_len,
+            pad_token_id=self._pad_id,
+        )
+        elapsed = time.perf_counter() - started
+        if output.shape[1] != longest + output_len:
+            raise RuntimeError(f"transformers gave {output.shape[1] - longest} tokens instead of {output_len}")
+        return elapsed

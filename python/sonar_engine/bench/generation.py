@@ -1,0 +1,141 @@
+"""Whole-engine measurements: one greedy stream, or many side by side."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from sonar_engine.bench.compare import TransformersModel
+from sonar_engine.bench.memory import memory_figures
+from sonar_engine.bench.prompts import load_prompts
+from sonar_engine.bench.report import Measurement, Settings
+from sonar_engine.config import EngineConfig
+from sonar_engine.engine import Engine, build_engine
+from sonar_engine.types import RequestOutput, SamplingParams
+
+LATENCY_PROMPT_LEN = 46
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One wave of requests: seconds from submission, over all of them."""
+
+    total: float
+    first_token: float  # until the first one had its first token
+    decode_tokens: int  # emitted after every request had its first token
+    decode: float
+
+
+def measure_latency(config: EngineConfig, settings: Settings, progress: Progress) -> Iterator[Measurement]:
+    """One stream: the prompt of the set that is nearest to 46 tokens."""
+    engine = build_engine(config, progress)
+    try:
+        prompts = encoded_prompts(engine)
+        prompt = min(prompts, key=lambda ids: abs(len(ids) - LATENCY_PROMPT_LEN))
+        yield from _measure(engine, config, settings, [[prompt]])
+    finally:
+        engine.close()
+
+
+def measure_throughput(
+    config: EngineConfig, counts: list[int], settings: Settings, progress: Progress
+) -> Iterator[Measurement]:
+    """Waves of `counts` streams, each stream with a prompt of its own."""
+    config = config.model_copy(update={"max_num_seqs": max(config.max_num_seqs, *counts)})
+    engine = build_engine(config, progress)
+    try:
+        prompts = encoded_prompts(engine)
+        waves = [[_turned(prompts[i % len(prompts)], i // len(prompts)) for i in range(count)] for count in counts]
+        yield from _measure(engine, config, settings, waves)
+    finally:
+        engine.close()
+
+
+def encoded_prompts(engine: Engine) -> list[list[int]]:
+    """The prompts of the set as token ids; conversations through the chat template where the model has one."""
+    tokenizer = engine.tokenizer
+    return [
+        tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt)
+        for prompt in load_prompts()
+    ]
+
+
+def _turned(ids: list[int], by: int) -> list[int]:
+    """The same ids from another start, so that a prompt used again shares no prefix with its first use."""
+    by %= len(ids)
+    return ids[by:] + ids[:by]
+
+
+def _measure(
+    engine: Engine, config: EngineConfig, settings: Settings, waves: list[list[list[int]]]
+) -> Iterator[Measurement]:
+    run_wave(engine, max(waves, key=len), settings.output_len)  # warm-up
+    memory = memory_figures(engine) if settings.rss else {}
+    other = None
+    if settings.opponent is not None:
+        other = TransformersModel(config.model, getattr(torch, engine.info.dtype))
+    for wave in waves:
+        yield {**_describe(engine, wave, settings), **_compare(engine, wave, settings, other), **memory}
+
+
+def _describe(engine: Engine, wave: list[list[int]], settings: Settings) -> Measurement:
+    info = engine.info
+    drafter = f"{info.drafter}-{info.num_speculative_tokens}" if info.num_speculative_tokens else info.drafter
+    return {
+        "model": info.model_name,
+        "dtype": info.dtype,
+        "drafter": drafter,
+        "streams": len(wave),
+        "prompt_tokens": sum(map(len, wave)),
+        "output_len": settings.output_len,
+    }
+
+
+def _compare(engine: Engine, wave: list[list[int]], settings: Settings, other: TransformersModel | None) -> Measurement:
+    """Medians over the repetitions; with an opponent the two run in turn."""
+    ours, theirs = [], []
+    if other is not None:
+        other.generate(wave, 2)  # warm-up
+    for _ in range(settings.repeat):
+        ours.append(run_wave(engine, wave, settings.output_len))
+        if other is not None:
+            theirs.append(other.generate(wave, settings.output_len))
+    num_tokens = len(wave) * settings.output_len
+    rate = num_tokens / statistics.median(run.total for run in ours)
+    figures: Measurement = {
+        "tokens_per_second": rate,
+        "decode_tokens_per_second": statistics.median(run.decode_tokens / run.decode for run in ours),
+        "first_token_ms": statistics.median(run.first_token for run in ours) * 1000,
+    }
+    if theirs:
+        other_rate = num_tokens / statistics.median(theirs)
+        figures |= {"transformers_tokens_per_second": other_rate, "ratio": rate / other_rate}
+    return figures
+
+
+def run_wave(engine: Engine, wave: list[list[int]], output_len: int, speculate: bool = True) -> Run:
+    """Runs all prompts of one wave at once, greedily and past EOS, from an empty prefix cache."""
+    engine.reset_prefix_cache()
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, speculative_enabled=speculate)
+    begun: set[int] = set()
+    first_at = all_begun_at = started = time.perf_counter()
+    decode_tokens = 0
+
+    def on_output(index: int, output: RequestOutput) -> None:
+        nonlocal first_at, all_begun_at, decode_tokens
+        if len(begun) == len(wave):
+            decode_tokens += len(output.token_ids)
+        elif output.token_ids and index not in begun:
+            begun.add(index)
+            now = time.perf_counter()
+            first_at = now if len(begun) == 1 else first_at
+            all_begun_at = now
+
+    engine.generate(wave, params, on_output)
+    ended = time.perf_counter()
+    return Run(ended - started, first_at - started, decode_tokens, ended - all_begun_at)

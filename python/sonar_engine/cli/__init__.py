@@ -1,0 +1,5 @@
+"""The command `sonar`: serve, generate, chat, bench, models."""
+
+from sonar_engine.cli.app import main
+
+__all__ = ["main"]

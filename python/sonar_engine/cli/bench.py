@@ -1,0 +1,117 @@
+"""`sonar bench`: measurements that anybody can repeat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import typer
+
+from sonar_engine.bench.report import Measurement, Opponent, Settings
+from sonar_engine.cli.options import config_options, load_options
+from sonar_engine.cli.terminal import progress_bars
+from sonar_engine.config import EngineConfig
+from sonar_engine.errors import ConfigError
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line")]
+Compare = Annotated[
+    str | None,
+    typer.Option(metavar="transformers", help="Run its generate() in turn with ours, same weights and dtype"),
+]
+Rss = Annotated[bool, typer.Option("--rss", help="Resident memory, and what of it is neither weights nor KV cache")]
+OutputLen = Annotated[int, typer.Option(min=2, help="Tokens a completion")]
+Repeat = Annotated[int, typer.Option(min=1, help="Runs after the warm-up; the median is printed")]
+
+
+def bench_app() -> typer.Typer:
+    app = typer.Typer(help="Measure the scheduler, one stream, or many.", no_args_is_help=True)
+    app.command()(scheduler)
+    app.command()(latency)
+    app.command()(throughput)
+    return app
+
+
+def scheduler(
+    requests: Annotated[str, typer.Option(metavar="N,N,...", help="Running requests")] = "1,64,256,1000",
+    drafts: Annotated[str, typer.Option(metavar="K,K,...", help="Draft tokens a request and step")] = "0,3",
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each")] = 200,
+    as_json: Json = False,
+) -> None:
+    """Plan, pack and commit of one decode step: microseconds from Python, prefix cache on, 256-token prompts."""
+    from sonar_engine.bench.scheduler import measure_scheduler
+
+    settings = [
+        (n, k) for n in _whole_numbers(requests, "--requests", 1) for k in _whole_numbers(drafts, "--drafts", 0)
+    ]
+    _print((measure_scheduler(n, k, steps) for n, k in settings), as_json)
+
+
+@config_options(EngineConfig)
+def latency(
+    *,
+    output_len: OutputLen = 128,
+    repeat: Repeat = 3,
+    compare: Compare = None,
+    rss: Rss = False,
+    as_json: Json = False,
+    **options: Any,
+) -> None:
+    """One greedy stream: a prompt of 46 tokens, then --output-len tokens; the prompt's time is included."""
+    settings = Settings(output_len, repeat, _opponent(compare), rss)
+    config = load_options(options).engine
+    from sonar_engine.bench.generation import measure_latency
+
+    with progress_bars() as progress:
+        _print(measure_latency(config, settings, progress), as_json)
+
+
+@config_options(EngineConfig)
+def throughput(
+    *,
+    streams: Annotated[str, typer.Option(metavar="N,N,...", help="Streams at once")] = "1,8,32",
+    output_len: OutputLen = 128,
+    repeat: Repeat = 1,
+    compare: Compare = None,
+    rss: Rss = False,
+    as_json: Json = False,
+    **options: Any,
+) -> None:
+    """Greedy streams side by side, each a prompt of its own; the prompts' time is included."""
+    settings = Settings(output_len, repeat, _opponent(compare), rss)
+    counts = _whole_numbers(streams, "--streams", 1)
+    config = load_options(options).engine
+    from sonar_engine.bench.generation import measure_throughput
+
+    with progress_bars() as progress:
+        _print(measure_throughput(config, counts, settings, progress), as_json)
+
+
+def _opponent(name: str | None) -> Opponent | None:
+    if name not in (None, "transformers"):
+        raise ConfigError(f"--compare {name}: unknown; right: --compare transformers")
+    return None if name is None else "transformers"
+
+
+def _whole_numbers(text: str, option: str, least: int) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise ConfigError(f"{option} {text}: must be whole numbers from {least} up, such as 1,8,32")
+    return numbers
+
+
+def _print(results: Iterable[Measurement], as_json: bool) -> None:
+    """JSON Lines as each result comes, or one table with a head of the first result's keys."""
+    widths: list[int] = []
+    for result in results:
+        if as_json:
+            print(json.dumps(result), flush=True)
+            continue
+        shown = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in result.values()]
+        if not widths:
+            widths = [max(len(key), 10) for key in result]
+            print("  ".join(key.rjust(width) for key, width in zip(result, widths, strict=True)))
+        print("  ".join(value.rjust(width) for value, width in zip(shown, widths, strict=True)), flush=True)

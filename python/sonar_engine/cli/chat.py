@@ -1,0 +1,103 @@
+"""`sonar chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from sonar_engine.cli.options import config_options, load_options
+from sonar_engine.cli.session import Messages, Session, open_session
+from sonar_engine.config import EngineConfig
+from sonar_engine.errors import InvalidRequestError
+from sonar_engine.response_metrics import response_metrics
+from sonar_engine.types import Completion, SamplingParams
+
+HELP = "/exit ends, /reset forgets the conversation, Ctrl-C ends an answer"
+
+
+@config_options(EngineConfig, without=("seed",))
+def chat(
+    *,
+    system: Annotated[str | None, typer.Option(help="System message")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens an answer; default: what fits")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: always the most likely token")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers")] = None,
+    **options: Any,
+) -> None:
+    """Talk with a model. Earlier turns stay in the prefix cache."""
+    config = load_options(options).engine
+    with open_session(config) as session:
+        params = session.sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        _note(f"{session.engine.info.model_name}: {HELP}")
+        converse(session, params, [{"role": "system", "content": system}] if system else [])
+
+
+def converse(session: Session, params: SamplingParams, opening: Messages) -> None:
+    """Reads turns until /exit or the end of input; an answer that was cut short stays in the conversation."""
+    messages = list(opening)
+    while (line := _read_line()) is not None:
+        text = line.strip()
+        if text in ("/exit", "/quit"):
+            return
+        if text == "/reset":
+            messages = list(opening)
+        elif text == "/help":
+            _note(HELP)
+        elif text:
+            messages.append({"role": "user", "content": text})
+            answer = _answer(session, params, messages)
+            if answer is None:
+                messages.pop()
+            else:
+                messages.append({"role": "assistant", "content": answer})
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+
+
+def _answer(session: Session, params: SamplingParams, messages: Messages) -> str | None:
+    """Prints the answer as it comes and returns its text; None when it could not begin."""
+    said: list[str] = []
+
+    def write(text: str) -> None:
+        said.append(text)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    completion: Completion | None = None
+    try:
+        completion = session.stream(session.encode(messages), params, write)
+    except KeyboardInterrupt:
+        pass  # the engine has aborted it; what was said stands
+    except InvalidRequestError as error:
+        _note(f"error: {error}; /reset starts anew")
+        return None
+    print()
+    if completion is not None:
+        _note(_summary(completion))
+    return "".join(said)
+
+
+def _summary(completion: Completion) -> str:
+    num_tokens = len(completion.token_ids)
+    metrics = response_metrics(completion.metrics, num_tokens)
+    rate = f", {metrics['tokens_per_second']:.0f} tokens/s" if metrics["tokens_per_second"] else ""
+    length = metrics["speculative_decoding"]["mean_acceptance_length"]
+    acceptance = f", acceptance length {length:.2f}" if length else ""
+    return (
+        f"({num_tokens} tokens{rate}{acceptance}, {completion.metrics.num_cached_tokens} prompt tokens from the cache)"
+    )
+
+
+def _note(text: str) -> None:
+    """A line of our own, dimmed on a terminal."""
+    dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{dim}{text}{plain}", file=sys.stderr, flush=True)

@@ -1,0 +1,71 @@
+"""An engine in this process, with its model's chat template and sampling defaults, for the local commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sonar_engine.cli.terminal import progress_bars
+from sonar_engine.config import EngineConfig
+from sonar_engine.detokenizer import IncrementalDetokenizer
+from sonar_engine.types import Completion, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from sonar_engine.engine import Engine
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A started engine and what its model says about sampling."""
+
+    engine: Engine
+    defaults: Mapping[str, float]  # generation_config.json: temperature, top_p, top_k, ...
+
+    def sampling(self, **given: Any) -> SamplingParams:
+        """Sampling parameters: what is given (not None), then the model's defaults."""
+        chosen = {key: value for key, value in given.items() if value is not None}
+        defaults = {key: value for key, value in self.defaults.items() if key in SamplingParams.__struct_fields__}
+        if "top_k" in defaults:
+            defaults["top_k"] = int(defaults["top_k"])
+        return SamplingParams(**{**defaults, **chosen})
+
+    def encode(self, prompt: str | Messages) -> list[int]:
+        """A text as it stands, or messages through the model's chat template."""
+        tokenizer = self.engine.tokenizer
+        return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt)
+
+    def stream(self, prompt: list[int], params: SamplingParams, write: Callable[[str], None]) -> Completion:
+        """One completion, whose text is written as it comes."""
+        detokenizer = IncrementalDetokenizer(self.engine.tokenizer, params)
+        stopped = False
+
+        def on_output(index: int, output: RequestOutput) -> None:
+            nonlocal stopped
+            if stopped:
+                return
+            delta = detokenizer.add(output.token_ids, output.finish_reason)
+            stopped = delta.stop is not None
+            if delta.text:
+                write(delta.text)
+
+        return self.engine.generate([prompt], params, on_output)[0]
+
+
+@contextmanager
+def open_session(config: EngineConfig, lines_without_terminal: bool = False) -> Iterator[Session]:
+    """Load the model, with progress bars, and close the engine at the end."""
+    from sonar_engine.engine import build_engine
+    from sonar_engine.models.model_config import ModelConfig
+    from sonar_engine.models.registry import resolve_model
+
+    with progress_bars(lines_without_terminal) as progress:
+        engine = build_engine(config, progress)
+    try:
+        defaults = ModelConfig.load(resolve_model(config.model).path).generation_defaults
+        yield Session(engine, defaults)
+    finally:
+        engine.close()
