@@ -1,0 +1,59 @@
+"""Log-probabilities of emitted tokens, from the target's raw logits: before any processing and at temperature 1."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sonar_engine.drafters.base import Verdict
+from sonar_engine.sampling.state import LOGPROBS, SampleRows, SamplingState
+
+
+@dataclass(frozen=True)
+class RawLogits:
+    """Raw logits of the rows whose requests asked for logprobs. n = such rows."""
+
+    index: torch.Tensor  # int64 [n], which of the S sampled rows
+    logits: torch.Tensor  # fp32 [n, V]
+    width: int  # top entries of the widest request, at least 1
+
+
+@dataclass(frozen=True)
+class LogprobTensors:
+    """Per sampled row. S = sampled rows, M = top entries of the widest request; rows that asked for none hold 0."""
+
+    logprobs: torch.Tensor  # fp32 [S]
+    ranks: torch.Tensor  # int32 [S], 1 = most likely; tokens of equal logit share the better rank
+    top_ids: torch.Tensor  # int32 [S, M]
+    top_logprobs: torch.Tensor  # fp32 [S, M]
+
+
+def keep_raw(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> RawLogits | None:
+    """Call before the logits are processed in place; None when nobody asks."""
+    if not rows.all_uses & LOGPROBS:
+        return None
+    asking = rows.that_use(LOGPROBS)
+    index = torch.from_numpy(asking).to(logits.device)
+    width = max(int(state.num_logprobs[rows.host_slots[asking]].max()), 1)
+    return RawLogits(index, logits[index], min(width, logits.shape[1]))
+
+
+def compute(raw: RawLogits, rows: SampleRows, verdict: Verdict) -> LogprobTensors:
+    """What the emitted tokens, and the most likely ones, had as log-probability."""
+    offsets = rows.offsets[raw.index]
+    tokens = verdict.tokens[rows.reqs[raw.index], offsets].long().clamp_(min=0)[:, None]
+    log_total = raw.logits.logsumexp(dim=1, keepdim=True)
+    chosen = raw.logits.gather(1, tokens)
+    top = raw.logits.topk(raw.width, dim=1)
+    num_rows = rows.reqs.shape[0]
+    return LogprobTensors(
+        logprobs=_spread((chosen - log_total)[:, 0], raw.index, num_rows),
+        ranks=_spread(((raw.logits > chosen).sum(dim=1) + 1).to(torch.int32), raw.index, num_rows),
+        top_ids=_spread(top.indices.to(torch.int32), raw.index, num_rows),
+        top_logprobs=_spread(top.values - log_total, raw.index, num_rows),
+    )
+
+
+def _spread(values: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return values.new_zeros((num_rows, *values.shape[1:])).index_copy_(0, index, values)

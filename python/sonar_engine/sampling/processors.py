@@ -1,0 +1,101 @@
+"""From the target's logits to those that are sampled: what users may ask of them, at every verified position.
+
+The order is vLLM's: allowed and banned ids, min_tokens, logit bias, penalties, then (over the temperature) min-p,
+top-k, top-p. The logits themselves are left undivided by the temperature: greedy rows want their argmax, and the
+sampler divides as it draws.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sonar_engine.sampling import state as s
+from sonar_engine.sampling.cuts import cut_min_p, cut_top
+from sonar_engine.sampling.state import SampleRows, SamplingState
+
+
+def process(
+    logits: torch.Tensor, rows: SampleRows, state: SamplingState, draft_tokens: torch.Tensor | None
+) -> torch.Tensor:
+    """logits fp32 [S, V], changed in place and returned; draft_tokens int32 [D, K], the drafts under verification."""
+    if rows.all_uses & s.FORBIDDEN:
+        _forbid(logits, rows, state)
+    if rows.all_uses & s.MIN_TOKENS:
+        _forbid_early_ends(logits, rows, state)
+    if rows.all_uses & s.BIAS:
+        _add_bias(logits, rows, state)
+    if rows.all_uses & s.PENALTIES:
+        _penalise(logits, rows, state, draft_tokens)
+    if rows.all_uses & s.MIN_P:
+        _cut_min_p(logits, rows, state)
+    if rows.all_uses & s.TOP:
+        _cut_top(logits, rows, state)
+    return logits
+
+
+def _asking(logits: torch.Tensor, rows: SampleRows, bits: int) -> tuple[torch.Tensor, np.ndarray]:
+    """The rows that use `bits`: their indices on the device, and their slots on the host."""
+    asking = rows.that_use(bits)
+    return torch.from_numpy(asking).to(logits.device), rows.host_slots[asking]
+
+
+def _forbid(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
+    index, slots = _asking(logits, rows, s.FORBIDDEN)
+    mask = state.forbidden.rows[state.forbidden.index_of(slots)]
+    logits[index] = logits[index].masked_fill_(mask, -torch.inf)
+
+
+def _forbid_early_ends(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
+    """Ends are forbidden exactly where the output position is below min_tokens, row by row."""
+    index, slots = _asking(logits, rows, s.MIN_TOKENS)
+    early = rows.positions[index] < state.ints[rows.slots[index], s.MIN_NUM_TOKENS]
+    mask = state.ends.rows[state.ends.index_of(slots)] & early[:, None]
+    logits[index] = logits[index].masked_fill_(mask, -torch.inf)
+
+
+def _add_bias(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
+    index, slots = _asking(logits, rows, s.BIAS)
+    ids = state.bias_ids.rows[state.bias_ids.index_of(slots)]
+    values = state.bias_values.rows[state.bias_values.index_of(slots)]
+    logits[index] = logits[index].scatter_add_(1, ids, values)
+
+
+def _penalise(logits: torch.Tensor, rows: SampleRows, state: SamplingState, draft_tokens: torch.Tensor | None) -> None:
+    """Repetition over prompt and output, presence and frequency over the output (arXiv 1909.05858, OpenAI's).
+
+    The output at a row after i drafts includes those drafts: the row only matters if they are accepted.
+    """
+    index, slots = _asking(logits, rows, s.PENALTIES)
+    counts = state.output_counts.rows[state.output_counts.index_of(slots)]  # a copy [n, V]
+    if draft_tokens is not None and draft_tokens.numel():
+        drafts = draft_tokens[rows.reqs[index].clamp(max=draft_tokens.shape[0] - 1)].long()
+        before = torch.arange(drafts.shape[1], device=logits.device) < rows.offsets[index, None]
+        counts.scatter_add_(1, drafts.clamp_(min=0), before.to(torch.int32))
+    floats = state.floats[rows.slots[index]]
+    seen = counts > 0
+    repeated = seen | state.in_prompt.rows[state.in_prompt.index_of(slots)]
+    penalty = torch.where(repeated, floats[:, s.REPETITION, None], 1.0)
+    chosen = logits[index]
+    chosen = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+    chosen -= floats[:, s.FREQUENCY, None] * counts
+    chosen -= floats[:, s.PRESENCE, None] * seen
+    logits[index] = chosen
+
+
+def _cut_min_p(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
+    index, _ = _asking(logits, rows, s.MIN_P)
+    floats = state.floats[rows.slots[index]]
+    chosen = logits[index]
+    kept = cut_min_p(chosen * floats[:, s.INV_TEMPERATURE, None], floats[:, s.LOG_MIN_P])
+    logits[index] = chosen.masked_fill_(torch.isneginf(kept), -torch.inf)
+
+
+def _cut_top(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
+    index, slots = _asking(logits, rows, s.TOP)
+    floats = state.floats[rows.slots[index]]
+    top_k = state.ints[rows.slots[index], s.TOP_K]
+    chosen = logits[index]
+    scaled = chosen * floats[:, s.INV_TEMPERATURE, None]
+    kept = cut_top(scaled, top_k, floats[:, s.TOP_P], int(state.top_k[slots].max()))
+    logits[index] = chosen.masked_fill_(torch.isneginf(kept), -torch.inf)
