@@ -21,6 +21,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -162,11 +163,40 @@ def transformers_model(folder: str | os.PathLike[str], dtype: torch.dtype = torc
 
 @lru_cache(maxsize=2)
 def transformers_smollm2(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' SmolLM2-135M with the very weights of our default GGUF file, dequantised by transformers."""
+    """transformers' SmolLM2-135M over the dequantised weights of the default GGUF file, eager attention.
+
+    The weights come through our loader, which is 10 times faster; `test_weights` shows that transformers' own
+    loader gives the very same tensors.
+    """
+    from sonar_engine.models.model_config import ModelConfig
     from sonar_engine.models.registry import resolve_model
+    from sonar_engine.models.weights import load_weights
 
     path = resolve_model("smollm2-135m").path
-    model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=dtype, attn_implementation="eager"
-    )
+    weights = load_weights(path, ModelConfig.from_gguf(path), dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(smollm2_config(), dtype=dtype, attn_implementation="eager")
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie_weights()
+    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
     return model.eval().requires_grad_(False)
+
+
+def smollm2_config() -> LlamaConfig:
+    """The published configuration of SmolLM2-135M-Instruct."""
+    return LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
