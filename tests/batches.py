@@ -26,6 +26,7 @@ class PagedBatches:
 
     def __init__(
         self,
+        *,
         num_pages: int = 256,
         page_size: int = 4,
         max_num_seqs: int = 48,

@@ -39,7 +39,7 @@ class MixedWindowAttention:
 
 def select_attention(engine: EngineConfig, model: ModelConfig, cache: KvCache) -> tuple[AttentionBackend, Attention]:
     """The backend's name and the backend; ConfigError when the one asked for cannot run here."""
-    backend = choose_backend(engine, model, cache.page_table.device)
+    backend = choose_backend(engine, model, cache.page_table.device, cache.layers[0].dtype)
     build = _builder(backend, engine, model, cache)
     windows = dict.fromkeys(model.layer_windows)
     if len(windows) == 1:
@@ -47,12 +47,14 @@ def select_attention(engine: EngineConfig, model: ModelConfig, cache: KvCache) -
     return backend, MixedWindowAttention({window: build(window) for window in windows}, model.layer_windows)
 
 
-def choose_backend(engine: EngineConfig, model: ModelConfig, device: torch.device) -> AttentionBackend:
+def choose_backend(
+    engine: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
     """`auto`: the Rust kernels on a CPU, FlashInfer on CUDA, torch where those cannot run."""
     asked = engine.attention_backend
     obstacles: dict[str, Callable[[], str | None]] = {
         "native": lambda: _native_obstacle(model, device),
-        "flashinfer": lambda: _flashinfer_obstacle(model, device),
+        "flashinfer": lambda: _flashinfer_obstacle(engine, model, device, dtype),
         "torch": lambda: None,
     }
     if asked == "auto":
@@ -72,9 +74,15 @@ def _native_obstacle(model: ModelConfig, device: torch.device) -> str | None:
     return native_extension_error()
 
 
-def _flashinfer_obstacle(model: ModelConfig, device: torch.device) -> str | None:
+def _flashinfer_obstacle(
+    engine: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> str | None:
     if device.type != "cuda":
         return f"it runs on CUDA, and the device is {device.type}"
+    if engine.batch_invariant:
+        return "its tiles follow the batch's shape, so batch_invariant cannot be kept"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 or bfloat16, and the dtype is {str(dtype).removeprefix('torch.')}"
     if model.head_dim not in _FLASHINFER_HEAD_DIMS:
         return f"head_dim must be one of {_FLASHINFER_HEAD_DIMS}, and the model's is {model.head_dim}"
     if importlib.util.find_spec("flashinfer") is None:
@@ -93,9 +101,7 @@ def _builder(
     if backend == "flashinfer":
         from sonar_engine.attention.flashinfer_attention import FlashInferAttention
 
-        return lambda window: FlashInferAttention(
-            cache.layers, model.num_heads, scale, window, batch_invariant=engine.batch_invariant
-        )
+        return lambda window: FlashInferAttention(cache.layers, model.num_heads, scale, window)
     from sonar_engine.attention.torch_attention import TorchAttention
 
     return lambda window: TorchAttention(cache.layers, scale, window, batch_invariant=engine.batch_invariant)

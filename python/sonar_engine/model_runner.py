@@ -1,0 +1,157 @@
+"""Runs the target model: weights, operations, attention and KV cache of one process, behind two calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sonar_engine.attention.select import AttentionBackend, select_attention
+from sonar_engine.config import EngineConfig
+from sonar_engine.errors import ConfigError
+from sonar_engine.kv_cache import KvCache, allocate_kv_cache, plan_kv_cache
+from sonar_engine.layers.select import LinearBackend, select_ops
+from sonar_engine.models.llama import LlamaForCausalLM
+from sonar_engine.models.model_config import ModelConfig
+from sonar_engine.models.weights import load_weights
+from sonar_engine.step_buffers import BatchMetadata
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelRunner:
+    """A loaded model with its KV cache. T = tokens of a batch, H = hidden size, S = sampled rows, V = vocabulary."""
+
+    config: ModelConfig
+    model: LlamaForCausalLM
+    kv_cache: KvCache
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int  # tokens, prompt and output together
+    linear_backend: LinearBackend
+    attention_backend: AttentionBackend
+
+    @classmethod
+    def load(
+        cls,
+        engine_config: EngineConfig,
+        model_path: Path,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ModelRunner:
+        """Loads a folder or a .gguf file. `progress(elements loaded, elements in all)`.
+
+        Sizes and backends are settled before any weight is read. Raises ConfigError for options that cannot work
+        with this model or machine, ModelLoadError for files that are damaged or not supported.
+        """
+        if engine_config.num_threads is not None:
+            torch.set_num_threads(engine_config.num_threads)
+        device = choose_device(engine_config)
+        config = ModelConfig.load(model_path)
+        dtype = choose_dtype(engine_config, config)
+        max_model_len = choose_max_model_len(engine_config, config)
+        plan = plan_kv_cache(engine_config, config, max_model_len, dtype)
+        linear_backend, ops = select_ops(engine_config, device)
+        kv_cache = allocate_kv_cache(plan, config, engine_config.max_num_seqs, dtype, device)
+        attention_backend, attention = select_attention(engine_config, config, kv_cache)
+        weights = load_weights(model_path, config, dtype, device, progress)
+        model = LlamaForCausalLM(config, weights, ops, attention, max_positions=plan.reserved_len)
+        return cls(
+            config=config,
+            model=model,
+            kv_cache=kv_cache,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            linear_backend=linear_backend,
+            attention_backend=attention_backend,
+        )
+
+    @property
+    def num_pages(self) -> int:
+        return self.kv_cache.plan.num_pages
+
+    @property
+    def page_table(self) -> torch.Tensor:
+        """int32 [max_num_seqs, max_pages_per_seq] on the device, by slot."""
+        return self.kv_cache.page_table
+
+    def forward(self, batch: BatchMetadata, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids int32 [T], drafts filled in -> final hidden states [T, H]. Writes the batch's keys and values."""
+        return self.model.forward(token_ids, batch)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H], rows int32 [S] -> fp32 [S, V]."""
+        return self.model.logits(hidden.index_select(0, rows))
+
+    def warm_up(self) -> None:
+        """One decode step and one short prompt chunk over zeroed pages, so that the first request pays no set-up."""
+        for num_tokens in (1, min(8, self.max_model_len, self.kv_cache.plan.page_size)):
+            batch = _warm_up_batch(num_tokens, self.page_table)
+            self.logits(self.forward(batch, batch.token_ids), batch.sample_rows)
+        for layer in self.kv_cache.layers:
+            layer[0].zero_()
+
+
+def choose_device(engine_config: EngineConfig) -> torch.device:
+    """`auto`: CUDA when there is one."""
+    if engine_config.device == "cpu" or (engine_config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch finds no CUDA device; use device=cpu or auto")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def choose_dtype(engine_config: EngineConfig, config: ModelConfig) -> torch.dtype:
+    """`auto`: the checkpoint's own."""
+    return config.torch_dtype if engine_config.dtype == "auto" else _DTYPES[engine_config.dtype]
+
+
+def choose_max_model_len(engine_config: EngineConfig, config: ModelConfig) -> int:
+    """The model's own limit, or the lower one that was asked for."""
+    asked, limit = engine_config.max_model_len, config.max_position_embeddings
+    if asked is not None and asked > limit:
+        raise ConfigError(f"max_model_len={asked} is above the model's {limit} positions; ask for at most {limit}")
+    return limit if asked is None else asked
+
+
+def _warm_up_batch(num_tokens: int, page_table: torch.Tensor) -> BatchMetadata:
+    """One row in slot 0 with `num_tokens` new tokens of id 0, all in page 0, which no request holds yet."""
+    last = num_tokens - 1
+    sections = {
+        "slots": [0],
+        "qo_indptr": [0, num_tokens],
+        "num_draft_tokens": [0],
+        "num_computed_tokens": [0],
+        "kv_len": [num_tokens],
+        "paged_kv_indptr": [0, 1],
+        "paged_kv_last_page_len": [num_tokens],
+        "output_pos": [0],
+        "next_prompt_token": [-1],
+        "sample_indptr": [0, 1],
+        "sample_rows": [last],
+        "sample_reqs": [0],
+        "token_ids": [0] * num_tokens,
+        "positions": list(range(num_tokens)),
+        "slot_mapping": list(range(num_tokens)),
+        "token_reqs": [0] * num_tokens,
+    }
+    tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in sections.items()}
+    return BatchMetadata(
+        step_id=0,
+        num_reqs=1,
+        num_decode_reqs=int(num_tokens == 1),
+        num_tokens=num_tokens,
+        num_decode_tokens=int(num_tokens == 1),
+        num_drafts=0,
+        max_draft_tokens=0,
+        max_q_len=num_tokens,
+        max_kv_len=num_tokens,
+        num_sample_rows=1,
+        page_table=page_table,
+        host={name: tensor.numpy() for name, tensor in tensors.items()},
+        admitted=[],
+        **{name: tensor.to(page_table.device) for name, tensor in tensors.items()},
+    )
