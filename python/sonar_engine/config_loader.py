@@ -34,6 +34,7 @@ SPECULATIVE_SHORTHANDS = {
     "num_speculative_tokens": "num_speculative_tokens",
 }
 PUBLIC_NAMES = {"api_keys": "api_key"}  # field -> option, where the option can be given several times
+DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 SECRET_OPTIONS = frozenset({"api_key", "admin_key", "admin_api_key"})
 
 SourceKind = Literal["file", "environment", "command line"]
@@ -165,6 +166,8 @@ def _merge(sources: list[Source], fields: Mapping[str, str]) -> tuple[dict[str, 
             value = source.values[option]
             if option in PUBLIC_NAMES.values() and isinstance(value, str):
                 value = [part.strip() for part in value.split(",") if part.strip()]
+            if option == "dtype":
+                value = DTYPE_ALIASES.get(str(value), value)
             values[field], origin[field] = value, source
     return values, origin
 
