@@ -221,7 +221,7 @@ async def test_a_model_that_cannot_be_loaded_is_reported_as_such():
 
 async def test_a_process_that_dies_while_loading_is_noticed():
     client = EngineClient(FakeOptions().config(), "sonar_engine.no_such_module:build", launch_process)
-    with pytest.raises(EngineDeadError, match="no_such_module|exit code"):
+    with pytest.raises(EngineDeadError, match=r"no_such_module|exit code"):
         await client.start()
 
 

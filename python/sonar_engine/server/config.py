@@ -1,0 +1,48 @@
+"""Options of the HTTP server."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ServerConfig(BaseModel):
+    """How the server listens, whom it lets in, and the limits on what it takes. Times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
+    api_keys: tuple[str, ...] = Field(default=(), description="Key that requests must bear; may be given several times")
+    admin_key: str | None = Field(default=None, min_length=1, description="Key of the admin routes; off without one")
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="The model's name in the API; default: its own name"
+    )
+    on_engine_death: Literal["exit", "restart"] = Field(
+        default="exit", description="What to do when the engine's process dies"
+    )
+    probe_timeout: float = Field(default=4.0, gt=0, description="How long /health waits for the engine to step")
+    engine_hang_timeout: float = Field(
+        default=60.0, gt=0, description="Silence after which an engine that owes an answer counts as dead"
+    )
+    shutdown_timeout: float = Field(default=30.0, ge=0, description="How long running requests may finish on SIGTERM")
+    request_timeout: float | None = Field(
+        default=None, gt=0, description="Longest time a request may take; default: no limit"
+    )
+    ping_interval: float = Field(default=15.0, gt=0, description="Comment sent on a stream that was silent this long")
+    stats_interval: float = Field(default=10.0, gt=0, description="Interval of the log line while busy")
+    per_request_metrics: bool = Field(default=False, description="Add a metrics object to every response")
+    max_body_bytes: int = Field(default=32 << 20, ge=1, description="Largest request body")
+    max_header_bytes: int = Field(default=64 << 10, ge=256, description="Largest size of a request's headers")
+    max_header_count: int = Field(default=100, ge=1, description="Most headers of a request")
+    max_prompts: int = Field(default=256, ge=1, description="Most prompts of one request")
+    max_n: int = Field(default=128, ge=1, description="Most choices of one prompt")
+    max_stop_strings: int = Field(default=16, ge=0, description="Most stop strings of one request")
+    max_stop_chars: int = Field(default=256, ge=1, description="Longest stop string, in characters")
+    max_logit_bias: int = Field(default=1024, ge=0, description="Most logit_bias entries")
+    max_logprobs: int = Field(default=20, ge=0, le=20, description="Most alternatives reported at a position")
+    max_queued_requests: int = Field(default=1024, ge=1, description="Most sequences that wait for their first token")
+    max_queued_tokens: int = Field(
+        default=4 << 20, ge=1, description="Most prompt tokens of sequences that wait for their first token"
+    )
