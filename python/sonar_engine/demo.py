@@ -85,11 +85,10 @@ def _show_drafting(session: Session) -> None:
     fast, slow = min(with_drafts, key=lambda t: t.seconds), min(without, key=lambda t: t.seconds)
     length = fast.completion.metrics.speculation.mean_acceptance_length or 1.0
     same = fast.completion.token_ids == slow.completion.token_ids
+    gain = slow.seconds / fast.seconds
     print("\n")
     print(f"speculation off     {slow.tokens_per_second:6.0f} tokens/s")
-    print(
-        f"n-gram drafting     {fast.tokens_per_second:6.0f} tokens/s, {slow.seconds / fast.seconds:.2f} times as fast"
-    )
+    print(f"n-gram drafting     {fast.tokens_per_second:6.0f} tokens/s, {gain:.2f} times as fast")
     print(f"acceptance length   {length:6.2f} tokens a step that drafted")
     print(f"output              {'the same tokens' if same else 'differs'}")
 

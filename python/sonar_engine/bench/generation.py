@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,10 @@ from sonar_engine.bench.compare import TransformersModel
 from sonar_engine.bench.memory import memory_figures
 from sonar_engine.bench.prompts import load_prompts
 from sonar_engine.bench.report import Measurement, Settings
-from sonar_engine.config import EngineConfig
-from sonar_engine.engine import Engine, build_engine
+from sonar_engine.engine import Engine
 from sonar_engine.types import RequestOutput, SamplingParams
 
 LATENCY_PROMPT_LEN = 46
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -31,29 +29,17 @@ class Run:
     decode: float
 
 
-def measure_latency(config: EngineConfig, settings: Settings, progress: Progress) -> Iterator[Measurement]:
+def measure_latency(engine: Engine, settings: Settings) -> Iterator[Measurement]:
     """One stream: the prompt of the set that is nearest to 46 tokens."""
-    engine = build_engine(config, progress)
-    try:
-        prompts = encoded_prompts(engine)
-        prompt = min(prompts, key=lambda ids: abs(len(ids) - LATENCY_PROMPT_LEN))
-        yield from _measure(engine, config, settings, [[prompt]])
-    finally:
-        engine.close()
+    prompt = min(encoded_prompts(engine), key=lambda ids: abs(len(ids) - LATENCY_PROMPT_LEN))
+    return _measure(engine, settings, [[prompt]])
 
 
-def measure_throughput(
-    config: EngineConfig, counts: list[int], settings: Settings, progress: Progress
-) -> Iterator[Measurement]:
+def measure_throughput(engine: Engine, counts: list[int], settings: Settings) -> Iterator[Measurement]:
     """Waves of `counts` streams, each stream with a prompt of its own."""
-    config = config.model_copy(update={"max_num_seqs": max(config.max_num_seqs, *counts)})
-    engine = build_engine(config, progress)
-    try:
-        prompts = encoded_prompts(engine)
-        waves = [[_turned(prompts[i % len(prompts)], i // len(prompts)) for i in range(count)] for count in counts]
-        yield from _measure(engine, config, settings, waves)
-    finally:
-        engine.close()
+    prompts = encoded_prompts(engine)
+    waves = [[_turned(prompts[i % len(prompts)], i // len(prompts)) for i in range(count)] for count in counts]
+    return _measure(engine, settings, waves)
 
 
 def encoded_prompts(engine: Engine) -> list[list[int]]:
@@ -71,14 +57,12 @@ def _turned(ids: list[int], by: int) -> list[int]:
     return ids[by:] + ids[:by]
 
 
-def _measure(
-    engine: Engine, config: EngineConfig, settings: Settings, waves: list[list[list[int]]]
-) -> Iterator[Measurement]:
+def _measure(engine: Engine, settings: Settings, waves: list[list[list[int]]]) -> Iterator[Measurement]:
     run_wave(engine, max(waves, key=len), settings.output_len)  # warm-up
     memory = memory_figures(engine) if settings.rss else {}
     other = None
     if settings.opponent is not None:
-        other = TransformersModel(config.model, getattr(torch, engine.info.dtype))
+        other = TransformersModel(engine.config.model, getattr(torch, engine.info.dtype))
     for wave in waves:
         yield {**_describe(engine, wave, settings), **_compare(engine, wave, settings, other), **memory}
 

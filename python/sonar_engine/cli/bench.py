@@ -10,7 +10,7 @@ import typer
 
 from sonar_engine.bench.report import Measurement, Opponent, Settings
 from sonar_engine.cli.options import config_options, load_options
-from sonar_engine.cli.terminal import progress_bars
+from sonar_engine.cli.session import open_session
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import ConfigError
 
@@ -59,11 +59,10 @@ def latency(
 ) -> None:
     """One greedy stream: a prompt of 46 tokens, then --output-len tokens; the prompt's time is included."""
     settings = Settings(output_len, repeat, _opponent(compare), rss)
-    config = load_options(options).engine
-    from sonar_engine.bench.generation import measure_latency
+    with open_session(load_options(options).engine) as session:
+        from sonar_engine.bench.generation import measure_latency
 
-    with progress_bars() as progress:
-        _print(measure_latency(config, settings, progress), as_json)
+        _print(measure_latency(session.engine, settings), as_json)
 
 
 @config_options(EngineConfig)
@@ -81,10 +80,11 @@ def throughput(
     settings = Settings(output_len, repeat, _opponent(compare), rss)
     counts = _whole_numbers(streams, "--streams", 1)
     config = load_options(options).engine
-    from sonar_engine.bench.generation import measure_throughput
+    config = config.model_copy(update={"max_num_seqs": max(config.max_num_seqs, *counts)})
+    with open_session(config) as session:
+        from sonar_engine.bench.generation import measure_throughput
 
-    with progress_bars() as progress:
-        _print(measure_throughput(config, counts, settings, progress), as_json)
+        _print(measure_throughput(session.engine, counts, settings), as_json)
 
 
 def _opponent(name: str | None) -> Opponent | None:

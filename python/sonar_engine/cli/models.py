@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from sonar_engine.cli.terminal import progress_bars
 
@@ -30,10 +29,9 @@ def list_models() -> None:
     """List the models known by name, and where their files are."""
     from sonar_engine.models import registry
 
-    table = Table("model", "cached", "MiB", "path", box=None, pad_edge=False)
     for entry in registry.list_models():
-        table.add_row(entry.name, "yes" if entry.cached else "no", f"{entry.size / MEBIBYTE:.0f}", str(entry.path))
-    Console(soft_wrap=True).print(table)
+        state = "cached" if entry.cached else "not cached"
+        print(f"{entry.name}  {entry.description}, {entry.size_bytes / MEBIBYTE:.0f} MiB, {state}: {entry.path}")
     print("Any Hugging Face folder or .gguf file of a Llama, Mistral, Qwen2 or Qwen3 model works by its path.")
 
 
@@ -42,5 +40,5 @@ def pull_model(name: Annotated[str, typer.Argument(help="A name that `sonar mode
     from sonar_engine.models import registry
 
     with progress_bars(lines_without_terminal=True) as progress:
-        path = registry.pull(name, progress)
+        path = registry.pull(name, partial(progress, f"Fetching {name}"))
     print(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sonar_engine.cli.terminal import progress_bars
@@ -63,9 +64,9 @@ def open_session(config: EngineConfig, lines_without_terminal: bool = False) -> 
     from sonar_engine.models.registry import resolve_model
 
     with progress_bars(lines_without_terminal) as progress:
+        resolved = resolve_model(config.model, partial(progress, f"Fetching {config.model}"))
         engine = build_engine(config, progress)
     try:
-        defaults = ModelConfig.load(resolve_model(config.model).path).generation_defaults
-        yield Session(engine, defaults)
+        yield Session(engine, ModelConfig.load(resolved.path).generation_defaults)
     finally:
         engine.close()
