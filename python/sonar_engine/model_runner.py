@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from sonar_kernels import fill_draft_tokens
 
 from sonar_engine.attention.select import AttentionBackend, select_attention
 from sonar_engine.config import EngineConfig
+from sonar_engine.drafters.base import Draft
 from sonar_engine.errors import ConfigError
 from sonar_engine.kv_cache import KvCache, allocate_kv_cache, plan_kv_cache
 from sonar_engine.layers.select import LinearBackend, select_ops
@@ -17,6 +20,11 @@ from sonar_engine.models.llama import LlamaForCausalLM
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.weights import load_weights
 from sonar_engine.step_buffers import BatchMetadata
+
+if TYPE_CHECKING:
+    from sonar_engine.models.registry import ResolvedModel
+
+Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,15 +41,13 @@ class ModelRunner:
     max_model_len: int  # tokens, prompt and output together
     linear_backend: LinearBackend
     attention_backend: AttentionBackend
+    weight_bytes: int  # parameters as loaded, a tied head once
 
     @classmethod
     def load(
-        cls,
-        engine_config: EngineConfig,
-        model_path: Path,
-        progress: Callable[[int, int], None] | None = None,
+        cls, engine_config: EngineConfig, resolved: ResolvedModel, progress: Progress | None = None
     ) -> ModelRunner:
-        """Loads a folder or a .gguf file. `progress(elements loaded, elements in all)`.
+        """Loads and warms up a folder or a .gguf file. `progress("weights", elements loaded, elements in all)`.
 
         Sizes and backends are settled before any weight is read. Raises ConfigError for options that cannot work
         with this model or machine, ModelLoadError for files that are damaged or not supported.
@@ -49,16 +55,18 @@ class ModelRunner:
         if engine_config.num_threads is not None:
             torch.set_num_threads(engine_config.num_threads)
         device = choose_device(engine_config)
-        config = ModelConfig.load(model_path)
+        config = ModelConfig.load(resolved.path)
         dtype = choose_dtype(engine_config, config)
         max_model_len = choose_max_model_len(engine_config, config)
         plan = plan_kv_cache(engine_config, config, max_model_len, dtype)
         linear_backend, ops = select_ops(engine_config, device)
         kv_cache = allocate_kv_cache(plan, config, engine_config.max_num_seqs, dtype, device)
         attention_backend, attention = select_attention(engine_config, config, kv_cache)
-        weights = load_weights(model_path, config, dtype, device, progress)
+        on_weights = None if progress is None else partial(progress, "weights")
+        weights = load_weights(resolved.path, config, dtype, device, on_weights)
+        weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         model = LlamaForCausalLM(config, weights, ops, attention, max_positions=plan.reserved_len)
-        return cls(
+        runner = cls(
             config=config,
             model=model,
             kv_cache=kv_cache,
@@ -67,20 +75,41 @@ class ModelRunner:
             max_model_len=max_model_len,
             linear_backend=linear_backend,
             attention_backend=attention_backend,
+            weight_bytes=weight_bytes,
         )
+        runner.warm_up()
+        return runner
 
     @property
     def num_pages(self) -> int:
         return self.kv_cache.plan.num_pages
 
     @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.config.eos_token_ids
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self.kv_cache.plan.num_bytes
+
+    @property
     def page_table(self) -> torch.Tensor:
         """int32 [max_num_seqs, max_pages_per_seq] on the device, by slot."""
         return self.kv_cache.page_table
 
-    def forward(self, batch: BatchMetadata, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids int32 [T], drafts filled in -> final hidden states [T, H]. Writes the batch's keys and values."""
-        return self.model.forward(token_ids, batch)
+    def forward(self, batch: BatchMetadata, draft: Draft | None = None) -> torch.Tensor:
+        """Final hidden states [T, H]; writes the batch's keys and values.
+
+        `draft` goes into `batch.token_ids` where the plan left room for it; None: the batch has no drafts.
+        """
+        if draft is not None and batch.num_drafts:
+            fill_draft_tokens(batch.token_ids, batch.token_reqs, batch.qo_indptr, draft.tokens)
+        return self.model.forward(batch.token_ids, batch)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """hidden [T, H], rows int32 [S] -> fp32 [S, V]."""
@@ -90,7 +119,7 @@ class ModelRunner:
         """One decode step and one short prompt chunk over zeroed pages, so that the first request pays no set-up."""
         for num_tokens in (1, min(8, self.max_model_len, self.kv_cache.plan.page_size)):
             batch = _warm_up_batch(num_tokens, self.page_table)
-            self.logits(self.forward(batch, batch.token_ids), batch.sample_rows)
+            self.logits(self.forward(batch), batch.sample_rows)
         for layer in self.kv_cache.layers:
             layer[0].zero_()
 
