@@ -5,7 +5,6 @@ Called where a request is submitted; what passes can neither fail nor fault late
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
@@ -19,6 +18,7 @@ GREEDY_BELOW = 1e-5  # temperatures below count as 0, as in vLLM: dividing by th
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 256  # characters
 MAX_SALT_LEN = 256  # characters
+LARGEST = 3.4e38  # what fp32 holds
 _INT32, _INT64 = 1 << 31, 1 << 63
 
 
@@ -60,11 +60,11 @@ def _reject(field: str, message: str, code: str | None = None) -> NoReturn:
 
 def _check_shape(params: SamplingParams, max_logprobs: int) -> None:
     """The numbers that shape the distribution, and the counts."""
-    _number("temperature", params.temperature, 0, math.inf)
+    _number("temperature", params.temperature, 0, LARGEST)
     _integer("top_k", params.top_k, -1, _INT64 - 1)
     _number("top_p", params.top_p, 0, 1, above=True)
     _number("min_p", params.min_p, 0, 1)
-    _number("repetition_penalty", params.repetition_penalty, 0, math.inf, above=True)
+    _number("repetition_penalty", params.repetition_penalty, 1e-6, 1e6)
     _number("presence_penalty", params.presence_penalty, -2, 2)
     _number("frequency_penalty", params.frequency_penalty, -2, 2)
     if params.seed is not None:
@@ -173,9 +173,9 @@ def _number(field: str, value: Any, least: float, most: float, *, above: bool = 
     if isinstance(value, bool) or not isinstance(value, int | float):
         _reject(field, f"must be a number, not {_shown(value)}")
     fits = (value > least if above else value >= least) and value <= most  # NaN fits nowhere
-    if not fits or (isinstance(value, float) and math.isinf(value)):
+    if not fits:
         wanted = f"{'above' if above else 'at least'} {least}"
-        wanted += f" and at most {most}" if most != math.inf else " and finite"
+        wanted += " and finite" if most == LARGEST else f" and at most {most}"
         _reject(field, f"must be {wanted}, not {_shown(value)}")
 
 
