@@ -18,6 +18,7 @@ import torch
 
 from sonar_engine.errors import ModelLoadError
 from sonar_engine.models.gguf_file import GgufFile
+from sonar_engine.models.gguf_tokenizer import gguf_eos_ids
 from sonar_engine.models.model_config import ModelConfig, rope_scaling_of
 
 # general.architecture -> family
@@ -43,10 +44,6 @@ _LAYER = {
 }
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FREQS = "rope_freqs.weight"  # llama3 scaling, checked and folded into the configuration
-_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-# Tokens that end a turn in the templates of the supported families, whatever the eos key says.
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
-_CONTROL = 3  # tokenizer.ggml.token_type of special tokens
 
 
 class GgufCheckpoint:
@@ -172,7 +169,7 @@ def _config_of(file: GgufFile) -> ModelConfig:
         qk_norm=family == "qwen3",
         sliding_window=get.integer("attention.sliding_window") if get.get("attention.sliding_window") else None,
         bos_token_id=_special_id(file, "bos_token_id", vocab_size),
-        eos_token_ids=gguf_eos_ids(file, vocab_size),
+        eos_token_ids=gguf_eos_ids(file.metadata, vocab_size),
         torch_dtype=torch.float32 if file.metadata.get("general.file_type") == 0 else torch.bfloat16,
     )
 
@@ -203,17 +200,6 @@ def _vocab_size(file: GgufFile, get: _Metadata) -> int:
 def _special_id(file: GgufFile, key: str, vocab_size: int) -> int | None:
     value = file.metadata.get(f"tokenizer.ggml.{key}")
     return value if isinstance(value, int) and 0 <= value < vocab_size else None
-
-
-def gguf_eos_ids(file: GgufFile, vocab_size: int) -> tuple[int, ...]:
-    """The file's eos, eot and eom ids, then control tokens that are known to end a turn or a text."""
-    ids = [found for key in _EOS_KEYS if (found := _special_id(file, key, vocab_size)) is not None]
-    tokens = file.metadata.get("tokenizer.ggml.tokens") or []
-    types = file.metadata.get("tokenizer.ggml.token_type") or []
-    for token, kind, index in zip(tokens, types, range(vocab_size), strict=False):
-        if kind == _CONTROL and token in _TURN_ENDS:
-            ids.append(index)
-    return tuple(dict.fromkeys(ids))
 
 
 def _rope_scaling(file: GgufFile, get: _Metadata, head_dim: int) -> dict[str, Any] | None:

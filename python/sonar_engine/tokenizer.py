@@ -1,0 +1,226 @@
+"""Text to token ids and back, and chat messages to prompts, from a model folder or a GGUF file.
+
+Everything goes through one `tokenizers.Tokenizer`; neither torch nor (but for folders without tokenizer.json)
+transformers is imported, so that the server's process starts within a second.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from sonar_engine.chat_template import ChatTemplate
+from sonar_engine.detokenizer import byte_level_token, is_byte_level
+from sonar_engine.errors import InvalidRequestError, ModelLoadError
+from sonar_engine.models.registry import ResolvedModel
+
+_SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
+_GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_SPACE = "\u2581"
+
+
+class Tokenizer:
+    """Safe to use from several threads. Ids are below `vocab_size`, which may be less than the model's width."""
+
+    def __init__(
+        self,
+        raw: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_token_ids: Sequence[int] = (),
+        chat_template: str | Mapping[str, str] | None = None,
+    ) -> None:
+        """`special_tokens` maps bos_token, eos_token, unk_token, pad_token to their text, where they exist."""
+        raw.no_padding()
+        raw.no_truncation()
+        self.raw = raw
+        self.special_tokens = dict(special_tokens)
+        eos = raw.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([i for i in (eos, *eos_token_ids) if i is not None]))
+        self._template = None if not chat_template else ChatTemplate(chat_template, special_tokens)
+        self._byte_level = is_byte_level(raw)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest token id."""
+        return max(self.raw.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out of text."""
+        return frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.raw.token_to_id(self.special_tokens["bos_token"]) if "bos_token" in self.special_tokens else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; with `add_special_tokens` also what the model puts around a text (a BOS, for some)."""
+        try:
+            return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidRequestError("text must be valid Unicode without lone surrogates", "prompt") from None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of these ids; an id without a token is nothing."""
+        try:
+            return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError):
+            raise InvalidRequestError("token ids must be whole numbers from 0 to 4294967295", "tokens") from None
+
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str | None]:
+        """Each id's entry of the vocabulary as spelled there, None where there is none."""
+        return [self.raw.id_to_token(i) for i in ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token adds to a text: maybe part of a character; empty for an id without a token."""
+        if self._byte_level:
+            return byte_level_token(self.raw, token_id)
+        token = self.raw.id_to_token(token_id) or ""
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return token.replace(_SPACE, " ").encode()
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text by the model's chat template; `kwargs` are further variables of the template."""
+        if self._template is None:
+            raise InvalidRequestError(
+                "this model has no chat template, so it cannot chat; use a text completion instead", "messages"
+            )
+        return self._template.render(messages, tools, add_generation_prompt, continue_final_message, kwargs)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of `render_chat`'s text. The template itself writes any BOS."""
+        text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
+        return self.encode(text, add_special_tokens=False)
+
+
+def load_tokenizer(resolved: ResolvedModel) -> Tokenizer:
+    """The tokenizer that belongs to a model. Raises ModelLoadError if it is missing, damaged or not supported."""
+    if resolved.kind == "gguf":
+        return _from_gguf(resolved.path)
+    return _from_folder(resolved.path)
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    from sonar_engine.models.gguf_file import GgufFile
+    from sonar_engine.models.gguf_tokenizer import build_tokenizer, gguf_eos_ids
+
+    with GgufFile(path) as file:
+        metadata = file.metadata
+    raw = build_tokenizer(metadata, str(path))
+    tokens = metadata["tokenizer.ggml.tokens"]
+    special = {}
+    for name in _SPECIAL_NAMES:
+        index = metadata.get(f"tokenizer.ggml.{_GGUF_NAMES[name]}_token_id")
+        if isinstance(index, int) and 0 <= index < len(tokens):
+            special[f"{name}_token"] = tokens[index]
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        raw,
+        special_tokens=special,
+        eos_token_ids=gguf_eos_ids(metadata, len(tokens)),
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    config = _optional_json(folder / "tokenizer_config.json")
+    special = {
+        f"{name}_token": text
+        for name in _SPECIAL_NAMES
+        if (text := _token_text(config.get(f"{name}_token"))) is not None
+    }
+    raw = _raw_of_folder(folder)
+    _apply_bos_flag(raw, config, special)
+    eos_ids: list[int] = []
+    for file in ("generation_config.json", "config.json"):
+        value = _optional_json(folder / file).get("eos_token_id")
+        eos_ids += value if isinstance(value, list) else [] if value is None else [value]
+    return Tokenizer(
+        raw, special_tokens=special, eos_token_ids=eos_ids, chat_template=_template_of_folder(folder, config)
+    )
+
+
+def _raw_of_folder(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    if path.exists():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # `tokenizers` raises bare Exception
+            raise ModelLoadError(f"{path} is damaged or of an unknown version: {error}; fetch it again") from None
+    if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tekken.json")):
+        raise ModelLoadError(f"{folder} has no tokenizer.json; give the tokenizer's folder with the option `tokenizer`")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+    except Exception as error:  # converters raise what they like
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelLoadError(
+            f"{folder} has no tokenizer.json and its vocabulary cannot be converted: {reason}"
+        ) from None
+
+
+def _apply_bos_flag(raw: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """An explicit `add_bos_token` overrides what tokenizer.json puts before a text, as in transformers."""
+    wanted, bos = config.get("add_bos_token"), special.get("bos_token")
+    if not isinstance(wanted, bool) or bos is None:
+        return
+    bos_id = raw.token_to_id(bos)
+    if bos_id is None or (bos_id in raw.encode("").ids) == wanted:
+        return
+    single = f"{bos}:0 $A:0" if wanted else "$A:0"
+    raw.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, pair=f"{single} $B:1", special_tokens=[(bos, bos_id)] if wanted else []
+    )
+
+
+def _template_of_folder(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """chat_template.jinja, else the entry of tokenizer_config.json: one text, or a list of named ones."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in template}
+    return template if isinstance(template, str) else None
+
+
+def _token_text(entry: Any) -> str | None:
+    """A special token is its text, or an object with `content`."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"{path} cannot be read as JSON: {error}; fetch it again") from None
+    return value if isinstance(value, dict) else {}
