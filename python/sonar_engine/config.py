@@ -12,10 +12,10 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    method: Literal["none", "ngram"] = Field("none", description="How tokens are proposed")
-    num_speculative_tokens: int = Field(4, ge=1, le=32, description="Most drafts a step")
-    prompt_lookup_min: int = Field(2, ge=1, le=16)
-    prompt_lookup_max: int = Field(4, ge=1, le=16)
+    method: Literal["none", "ngram"] = Field(default="none", description="How tokens are proposed")
+    num_speculative_tokens: int = Field(default=4, ge=1, le=32, description="Most drafts a step")
+    prompt_lookup_min: int = Field(default=2, ge=1, le=16)
+    prompt_lookup_max: int = Field(default=4, ge=1, le=16)
 
     @model_validator(mode="after")
     def _ordered(self) -> SpeculativeConfig:
@@ -31,32 +31,42 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field("smollm2-135m", description="Known name, folder, .gguf file or hub id")
-    tokenizer: str | None = Field(None, description="Where the tokenizer is, when not with the model")
+    model: str = Field(default="smollm2-135m", description="Known name, folder, .gguf file or hub id")
+    tokenizer: str | None = Field(default=None, description="Where the tokenizer is, when not with the model")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of weights and KV cache; auto: the checkpoint's own, bfloat16 for GGUF"
+        default="auto", description="Type of weights and KV cache; auto: the checkpoint's own, bfloat16 for GGUF"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is a GPU")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a GPU")
     attention_backend: Literal["auto", "torch", "native", "flashinfer"] = Field(
-        "auto", description="auto: native on the CPU, flashinfer on CUDA, else torch"
+        default="auto", description="auto: native on the CPU, flashinfer on CUDA, else torch"
     )
     linear_backend: Literal["auto", "torch", "native"] = Field(
-        "auto", description="Matrix products; auto: native on the CPU, else torch"
+        default="auto", description="Matrix products; auto: native on the CPU, else torch"
     )
-    max_model_len: int | None = Field(None, ge=2, description="Most tokens of prompt and output; default: the model's")
-    page_size: int = Field(16, ge=1, le=256, description="Tokens a page of the KV cache")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Most tokens of prompt and output; default: the model's"
+    )
+    page_size: int = Field(default=16, ge=1, le=256, description="Tokens a page of the KV cache")
     kv_cache_tokens: int | None = Field(
-        None, ge=16, description="KV cache in tokens; default: max_num_seqs full sequences, within kv_cache_gib"
+        default=None, ge=16, description="KV cache in tokens; default: max_num_seqs full sequences, within kv_cache_gib"
     )
-    kv_cache_gib: float = Field(1.0, gt=0, description="Most memory for the KV cache when kv_cache_tokens is not given")
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences that run at once")
-    max_num_batched_tokens: int = Field(512, ge=1, description="Most tokens a step; longer prompts come in chunks")
-    max_waiting: int = Field(1024, ge=1, description="Most requests that wait; the next one is refused")
-    enable_prefix_caching: bool = Field(True, description="Keep the KV cache of prompt prefixes for later requests")
-    batch_invariant: bool = Field(False, description="Results do not depend, bit for bit, on what else is running")
+    kv_cache_gib: float = Field(
+        default=1.0, gt=0, description="Most memory for the KV cache when kv_cache_tokens is not given"
+    )
+    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences that run at once")
+    max_num_batched_tokens: int = Field(
+        default=512, ge=1, description="Most tokens a step; longer prompts come in chunks"
+    )
+    max_waiting: int = Field(default=1024, ge=1, description="Most requests that wait; the next one is refused")
+    enable_prefix_caching: bool = Field(
+        default=True, description="Keep the KV cache of prompt prefixes for later requests"
+    )
+    batch_invariant: bool = Field(
+        default=False, description="Results do not depend, bit for bit, on what else is running"
+    )
     plan_ahead: bool | None = Field(
-        None, description="Plan the next step on the planner's thread; default: on CUDA only"
+        default=None, description="Plan the next step on the planner's thread; default: on CUDA only"
     )
-    seed: int = Field(0, description="Source of the seeds of requests that bring none")
-    num_threads: int | None = Field(None, ge=1, description="CPU threads; default: one a core")
+    seed: int = Field(default=0, description="Source of the seeds of requests that bring none")
+    num_threads: int | None = Field(default=None, ge=1, description="CPU threads; default: one a core")
     speculative: SpeculativeConfig = SpeculativeConfig()

@@ -244,6 +244,15 @@ class Engine:
             device_idle_seconds=totals.device_idle_seconds,
         )
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the target's parameters as loaded."""
+        return self._runner.weight_bytes
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        return self._runner.kv_cache_bytes
+
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; pages that running requests own stay theirs."""
         return self._scheduler.reset_prefix_cache()

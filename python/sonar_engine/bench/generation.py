@@ -14,19 +14,18 @@ from sonar_engine.bench.memory import memory_figures
 from sonar_engine.bench.prompts import load_prompts
 from sonar_engine.bench.report import Measurement, Settings
 from sonar_engine.engine import Engine
-from sonar_engine.types import RequestOutput, SamplingParams
+from sonar_engine.types import SamplingParams
 
 LATENCY_PROMPT_LEN = 46
 
 
 @dataclass(frozen=True)
 class Run:
-    """One wave of requests: seconds from submission, over all of them."""
+    """One wave of requests."""
 
-    total: float
-    first_token: float  # until the first one had its first token
-    decode_tokens: int  # emitted after every request had its first token
-    decode: float
+    total: float  # seconds from submission to the last token of all
+    first_token: float  # seconds until the first request had its first token
+    decode_rate: float  # tokens/s after the first token, summed over the streams
 
 
 def measure_latency(engine: Engine, settings: Settings) -> Iterator[Measurement]:
@@ -93,7 +92,7 @@ def _compare(engine: Engine, wave: list[list[int]], settings: Settings, other: T
     rate = num_tokens / statistics.median(run.total for run in ours)
     figures: Measurement = {
         "tokens_per_second": rate,
-        "decode_tokens_per_second": statistics.median(run.decode_tokens / run.decode for run in ours),
+        "decode_tokens_per_second": statistics.median(run.decode_rate for run in ours),
         "first_token_ms": statistics.median(run.first_token for run in ours) * 1000,
     }
     if theirs:
@@ -106,20 +105,8 @@ def run_wave(engine: Engine, wave: list[list[int]], output_len: int, speculate: 
     """Runs all prompts of one wave at once, greedily and past EOS, from an empty prefix cache."""
     engine.reset_prefix_cache()
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, speculative_enabled=speculate)
-    begun: set[int] = set()
-    first_at = all_begun_at = started = time.perf_counter()
-    decode_tokens = 0
-
-    def on_output(index: int, output: RequestOutput) -> None:
-        nonlocal first_at, all_begun_at, decode_tokens
-        if len(begun) == len(wave):
-            decode_tokens += len(output.token_ids)
-        elif output.token_ids and index not in begun:
-            begun.add(index)
-            now = time.perf_counter()
-            first_at = now if len(begun) == 1 else first_at
-            all_begun_at = now
-
-    engine.generate(wave, params, on_output)
+    started = time.perf_counter()
+    completions = engine.generate(wave, params)
     ended = time.perf_counter()
-    return Run(ended - started, first_at - started, decode_tokens, ended - all_begun_at)
+    rates = [(output_len - 1) / completion.metrics.decode_time for completion in completions]
+    return Run(ended - started, min(completion.metrics.time_to_first_token for completion in completions), sum(rates))

@@ -16,7 +16,7 @@ from sonar_engine.cli.terminal import progress_bars
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import InvalidRequestError
 from sonar_engine.response_metrics import response_metrics
-from sonar_engine.types import Completion, RequestOutput, SamplingParams
+from sonar_engine.types import Completion, SamplingParams
 
 SAMPLING = "Sampling"
 
@@ -85,15 +85,13 @@ def _print_stream(session: Session, prompt: Prompt, params: SamplingParams) -> N
 
 def _print_all(session: Session, prompts: list[Prompt], params: SamplingParams, as_json: bool) -> None:
     encoded = [session.encode(prompt) for prompt in prompts]
+    most = len(prompts) * (params.max_tokens or 0)
     with progress_bars() as progress:
-        done = 0
 
-        def on_output(index: int, output: RequestOutput) -> None:
-            nonlocal done
-            done += output.finish_reason is not None
-            progress("Generating", done, len(prompts))
+        def on_text(index: int, text: str) -> None:
+            progress("Generating", session.engine.stats().generation_tokens, most)
 
-        completions = session.engine.generate(encoded, params, on_output)
+        completions = session.engine.generate(encoded, params, on_text)
     for completion in completions:
         if as_json:
             print(json.dumps(completion_object(completion), ensure_ascii=False))

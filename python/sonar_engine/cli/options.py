@@ -65,7 +65,7 @@ def _field_parameter(model: type[BaseModel], option: str, field: str) -> inspect
     info = model.model_fields[field]
     kind = _plain_type(info.annotation)
     flag = f"--{option.replace('_', '-')}"
-    common = {"help": _help(info), "rich_help_panel": PANELS.get(model), "show_default": False}
+    common: dict[str, Any] = {"help": _help(info), "rich_help_panel": PANELS.get(model), "show_default": False}
     if kind is bool:
         return _parameter(option, bool | None, typer.Option(f"{flag}/--no-{flag[2:]}", **common))
     if get_origin(kind) in (list, tuple, set, frozenset):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sonar_engine.cli.terminal import progress_bars
 from sonar_engine.config import EngineConfig
-from sonar_engine.detokenizer import IncrementalDetokenizer
-from sonar_engine.types import Completion, RequestOutput, SamplingParams
+from sonar_engine.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from sonar_engine.engine import Engine
@@ -41,19 +40,7 @@ class Session:
 
     def stream(self, prompt: list[int], params: SamplingParams, write: Callable[[str], None]) -> Completion:
         """One completion, whose text is written as it comes."""
-        detokenizer = IncrementalDetokenizer(self.engine.tokenizer, params)
-        stopped = False
-
-        def on_output(index: int, output: RequestOutput) -> None:
-            nonlocal stopped
-            if stopped:
-                return
-            delta = detokenizer.add(output.token_ids, output.finish_reason)
-            stopped = delta.stop is not None
-            if delta.text:
-                write(delta.text)
-
-        return self.engine.generate([prompt], params, on_output)[0]
+        return self.engine.generate([prompt], params, lambda index, text: write(text))[0]
 
 
 @contextmanager
