@@ -71,6 +71,7 @@ $(TOOLS): pyproject.toml $(wildcard kernels/pyproject.toml)
 
 # `maturin develop` installs the dependencies with the extension, so that sonar-kernels must be there before it.
 $(BUILT): $(TOOLS) $(RUST_SOURCES)
+	@echo "Installing dependencies and building the Rust extension; the first time this takes minutes (torch is large)"
 	$(BIN)/python -m pip install --quiet --editable ./kernels
 	$(BIN)/maturin develop --release --extras dev --quiet
 	@touch $@
