@@ -73,5 +73,5 @@ $(TOOLS): pyproject.toml $(wildcard kernels/pyproject.toml)
 $(BUILT): $(TOOLS) $(RUST_SOURCES)
 	@echo "Installing dependencies and building the Rust extension; the first time this takes minutes (torch is large)"
 	$(BIN)/python -m pip install --quiet --editable ./kernels
-	$(BIN)/maturin develop --release --extras dev --quiet
+	PIP_QUIET=1 $(BIN)/maturin develop --release --extras dev --quiet
 	@touch $@
