@@ -31,8 +31,8 @@ _SPACE = "\u2581"  # SentencePiece's word boundary
 
 def build_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     """Raises ModelLoadError for a kind that is not supported or fields that do not fit together."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens:
+    tokens = listed(metadata, "tokenizer.ggml.tokens")
+    if not all(isinstance(token, str) for token in tokens) or not tokens:
         raise ModelLoadError(f"{where} has no vocabulary (tokenizer.ggml.tokens); give a tokenizer folder with it")
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
@@ -54,9 +54,15 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     return tokenizer
 
 
+def listed(metadata: Mapping[str, Any], key: str) -> list[Any]:
+    """An array of the metadata; empty when it is absent or not an array."""
+    value = metadata.get(key)
+    return value if isinstance(value, list) else []
+
+
 def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], where: str) -> Tokenizer:
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))
-    merges = [_merge_pair(line, where) for line in metadata.get("tokenizer.ggml.merges") or ()]
+    merges = [_merge_pair(line, where) for line in listed(metadata, "tokenizer.ggml.merges")]
     model = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=pre in _LLAMA3)
     tokenizer = Tokenizer(model)
     tokenizer.decoder = decoders.ByteLevel()
@@ -86,8 +92,9 @@ def _byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], where: 
 
 
 def _merge_pair(line: str, where: str) -> tuple[str, str]:
-    left, space, right = line[:1] + line[1:].partition(" ")[0], " " in line[1:], line[1:].partition(" ")[2]
-    if not space or not right:
+    rest, _, right = line[1:].partition(" ")
+    left = line[:1] + rest
+    if not right:
         raise ModelLoadError(f"{where}: merge {line!r} is not two tokens with a space between")
     return left, right
 
@@ -96,7 +103,7 @@ def _sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int], wher
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary):
         raise ModelLoadError(f"{where}: tokenizer.ggml.scores must hold one score a token")
-    types: Sequence[int] = metadata.get("tokenizer.ggml.token_type") or ()
+    types = listed(metadata, "tokenizer.ggml.token_type")
     unknown = next((t for t, kind in zip(vocabulary, types, strict=False) if kind == _UNKNOWN), None)
     merges = _merges_of_scores(vocabulary, scores)
     tokenizer = Tokenizer(
@@ -124,7 +131,7 @@ def _merges_of_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) ->
 
 def _add_special_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence[str]) -> None:
     """Control tokens are special; user-defined ones are matched whole but stay visible text."""
-    types = metadata.get("tokenizer.ggml.token_type") or ()
+    types = listed(metadata, "tokenizer.ggml.token_type")
     kinds = list(zip(tokens, types, strict=False))
     special = [AddedToken(t, normalized=False, special=True) for t, kind in kinds if kind in (_CONTROL, _UNKNOWN)]
     visible = [AddedToken(t, normalized=False, special=False) for t, kind in kinds if kind == _USER_DEFINED]
@@ -138,7 +145,11 @@ def _add_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence
     sides = []
     for key, wanted in (("bos", default), ("eos", False)):
         index = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if metadata.get(f"tokenizer.ggml.add_{key}_token", wanted) and isinstance(index, int) and index < len(tokens):
+        if (
+            metadata.get(f"tokenizer.ggml.add_{key}_token", wanted)
+            and isinstance(index, int)
+            and 0 <= index < len(tokens)
+        ):
             sides.append((key, tokens[index], index))
     if sides:
         parts = {key: f"{token}:0 " for key, token, _ in sides}
@@ -152,8 +163,7 @@ def gguf_eos_ids(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...
     """The file's eos, eot and eom ids, then control tokens that are known to end a turn or a text."""
     named = (metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
     ids = [index for index in named if isinstance(index, int) and 0 <= index < vocab_size]
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    types = metadata.get("tokenizer.ggml.token_type") or []
+    tokens, types = listed(metadata, "tokenizer.ggml.tokens"), listed(metadata, "tokenizer.ggml.token_type")
     for token, kind, index in zip(tokens, types, range(vocab_size), strict=False):
         if kind == _CONTROL and token in _TURN_ENDS:
             ids.append(index)

@@ -18,8 +18,8 @@ import torch
 
 from sonar_engine.errors import ModelLoadError
 from sonar_engine.models.gguf_file import GgufFile
-from sonar_engine.models.gguf_tokenizer import gguf_eos_ids
-from sonar_engine.models.model_config import ModelConfig, rope_scaling_of
+from sonar_engine.models.gguf_tokenizer import gguf_eos_ids, listed
+from sonar_engine.models.model_config import MAX_LAYERS, ModelConfig, rope_scaling_of
 
 # general.architecture -> family
 _FAMILIES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -115,14 +115,14 @@ class _Metadata:
     def get(self, key: str) -> Any:
         return self.metadata.get(f"{self.architecture}.{key}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
         value = self.get(key)
         if value is None and default is not None:
             return default
         if isinstance(value, list) and value and all(v == value[0] for v in value):
             value = value[0]  # one entry a layer, all the same
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-            shown = "missing" if value is None else f"{value!r}; it must be a positive whole number"
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            shown = "missing" if value is None else f"{value!r}; it must be a whole number from 1 to {most}"
             raise ModelLoadError(f"{self.where}: {self.architecture}.{key} is {shown}")
         return value
 
@@ -139,7 +139,7 @@ class _Metadata:
 def _config_of(file: GgufFile) -> ModelConfig:
     where = str(file.path)
     architecture = file.metadata.get("general.architecture")
-    if architecture not in _FAMILIES:
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
         raise ModelLoadError(f"{where}: architecture {architecture!r} is not supported; supported are {known}")
     get = _Metadata(file.metadata, architecture, where)
@@ -153,7 +153,7 @@ def _config_of(file: GgufFile) -> ModelConfig:
         family=family,
         hidden_size=hidden_size,
         intermediate_size=get.integer("feed_forward_length"),
-        num_layers=get.integer("block_count"),
+        num_layers=get.integer("block_count", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=get.integer("attention.head_count_kv", default=num_heads),
         head_dim=head_dim,
@@ -193,7 +193,7 @@ def _head_dim(get: _Metadata, hidden_size: int, num_heads: int) -> int:
 
 def _vocab_size(file: GgufFile, get: _Metadata) -> int:
     embedding = file.tensors.get("token_embd.weight")
-    rows = embedding.shape[0] if embedding is not None else len(file.metadata.get("tokenizer.ggml.tokens") or ())
+    rows = embedding.shape[0] if embedding is not None else len(listed(file.metadata, "tokenizer.ggml.tokens"))
     return get.integer("vocab_size", default=max(1, rows))
 
 

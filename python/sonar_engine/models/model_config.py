@@ -12,6 +12,7 @@ import torch
 
 from sonar_engine.errors import ModelLoadError
 
+MAX_LAYERS = 4096  # more is a damaged file
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -119,14 +120,14 @@ class _Fields:
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw, self.where = raw, where
 
-    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
         if value is None:
             raise ModelLoadError(f"{self.where}: {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            raise ModelLoadError(f"{self.where}: {key} must be a whole number of at least {least}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ModelLoadError(f"{self.where}: {key} must be a whole number from {least} to {most}, not {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -161,9 +162,10 @@ def _from_hf_dict(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelLoadError(f"{where}: hidden_act {activation!r} is not supported; it must be 'silu'")
-    num_layers, num_heads = get.integer("num_hidden_layers"), get.integer("num_attention_heads")
+    num_layers, num_heads = get.integer("num_hidden_layers", most=MAX_LAYERS), get.integer("num_attention_heads")
     hidden_size = get.integer("hidden_size")
-    rope_theta, rope_scaling = _rope(raw, where)
+    max_position_embeddings = get.integer("max_position_embeddings", default=2048)
+    rope_theta, rope_scaling = _rope(raw, max_position_embeddings, where)
     window, layer_windows = _windows(raw, get, family, num_layers)
     bias = get.flag("attention_bias")
     return ModelConfig(
@@ -178,7 +180,7 @@ def _from_hf_dict(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         rms_norm_eps=get.number("rms_norm_eps", default=1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        max_position_embeddings=get.integer("max_position_embeddings", default=2048),
+        max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=get.flag("tie_word_embeddings"),
         qkv_bias=bias if family in ("llama", "qwen3") else family == "qwen2",
         o_bias=bias if family in ("llama", "qwen3") else False,
@@ -197,13 +199,13 @@ def _family(raw: Mapping[str, Any], where: str) -> str:
     names = raw.get("architectures") or []
     if names:
         name = names[0] if isinstance(names, list) else names
-        if name not in _ARCHITECTURES:
+        if not isinstance(name, str) or name not in _ARCHITECTURES:
             raise unsupported_architecture(name, where)
         return _ARCHITECTURES[name]
     family = raw.get("model_type")
-    if family not in SUPPORTED_FAMILIES:
+    if not isinstance(family, str) or family not in SUPPORTED_FAMILIES:
         raise unsupported_architecture(family, where)
-    return str(family)
+    return family
 
 
 def _refuse_quantised(raw: Mapping[str, Any], where: str) -> None:
@@ -228,7 +230,7 @@ def _head_dim(get: _Fields, family: str, hidden_size: int, num_heads: int) -> in
     return hidden_size // num_heads
 
 
-def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
+def _rope(raw: Mapping[str, Any], max_position_embeddings: int, where: str) -> tuple[float, dict[str, Any] | None]:
     """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (older)."""
     parameters = raw.get("rope_parameters") or {}
     scaling = raw.get("rope_scaling") or {}
@@ -238,20 +240,19 @@ def _rope(raw: Mapping[str, Any], where: str) -> tuple[float, dict[str, Any] | N
     merged = {**scaling, **parameters}
     merged.setdefault("rope_theta", raw.get("rope_theta"))
     theta = _Fields(merged, where).number("rope_theta", 10000.0)
-    if float(merged.get("partial_rotary_factor", raw.get("partial_rotary_factor")) or 1.0) != 1.0:
+    merged.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if _Fields(merged, where).number("partial_rotary_factor", 1.0) != 1.0:
         raise ModelLoadError(f"{where}: partial_rotary_factor other than 1 is not supported")
     merged.setdefault("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
-    return theta, rope_scaling_of(merged, raw.get("max_position_embeddings"), where)
+    return theta, rope_scaling_of(merged, max_position_embeddings, where)
 
 
-def rope_scaling_of(
-    parameters: Mapping[str, Any], max_position_embeddings: int | None, where: str
-) -> dict[str, Any] | None:
+def rope_scaling_of(parameters: Mapping[str, Any], max_position_embeddings: int, where: str) -> dict[str, Any] | None:
     """Normalises rope parameters to `{"kind": ..., ...}`, or None for plain rotary embeddings."""
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in _ROPE_KINDS:
+    if not isinstance(kind, str) or kind not in _ROPE_KINDS:
         raise ModelLoadError(f"{where}: rope scaling {kind!r} is not supported; supported are {', '.join(_ROPE_KINDS)}")
     required, optional = _ROPE_KINDS[kind]
     get = _Fields(parameters, where)
@@ -298,14 +299,14 @@ def _eos_ids(config: _Fields, generation: _Fields) -> tuple[int, ...]:
 
 def _dtype(raw: Mapping[str, Any], where: str) -> torch.dtype:
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise ModelLoadError(f"{where}: dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}")
     return _DTYPES[name]
 
 
 def _generation_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
     """Sampling defaults that the model's authors set."""
-    found = {key: generation[key] for key in _GENERATION_KEYS if isinstance(generation.get(key), int | float)}
+    found = {key: generation[key] for key in _GENERATION_KEYS if type(generation.get(key)) in (int, float)}
     return {key: int(value) if key == "top_k" else float(value) for key, value in found.items()}
 
 
