@@ -11,6 +11,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 ProgressCallback = Callable[[str, int, int], None]  # (what, done, total)
 
+LABELS = {"weights": "Loading weights"}  # what the engine reports, in words
+
 
 @contextmanager
 def progress_bars(lines_without_terminal: bool = False) -> Iterator[ProgressCallback]:
@@ -28,7 +30,7 @@ def progress_bars(lines_without_terminal: bool = False) -> Iterator[ProgressCall
 
         def show(what: str, done: int, total: int) -> None:
             if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total)
+                tasks[what] = progress.add_task(LABELS.get(what, what), total=total)
             progress.update(tasks[what], completed=done, total=total)
 
         yield show
@@ -47,4 +49,4 @@ class _Lines:
     def __call__(self, what: str, done: int, total: int) -> None:
         if what not in self._seen:
             self._seen.add(what)
-            print(f"{what} ...", file=sys.stderr, flush=True)
+            print(f"{LABELS.get(what, what)} ...", file=sys.stderr, flush=True)
