@@ -9,11 +9,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sonar_engine.detokenizer import IncrementalDetokenizer
-from sonar_engine.testing.byte_tokenizer import ByteTokenizer
+from sonar_engine.testing.byte_tokenizer import byte_tokenizer
 from sonar_engine.types import SamplingParams
 from tokenizers import decoders, models
 
-BYTES = ByteTokenizer()
+BYTES = byte_tokenizer()
 
 
 def sentencepiece_like() -> SimpleNamespace:

@@ -25,7 +25,7 @@ from sonar_engine.engine_process import DEFAULT_FACTORY
 from sonar_engine.errors import EngineDeadError, SonarError
 from sonar_engine.events import OutputCollector
 from sonar_engine.output_stream import OutputStream
-from sonar_engine.types import EngineInfo, EngineStats, RequestOutput, SamplingParams
+from sonar_engine.types import EngineInfo, EngineStats, RequestMetrics, RequestOutput, SamplingParams
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 CALL_TIMEOUT = 30.0  # seconds
@@ -194,6 +194,14 @@ class EngineClient:
                     yield output
         finally:
             stream.close()
+
+    def metrics(self, request_id: int) -> RequestMetrics | None:
+        """What an open request has cost until now, in the engine's clock."""
+        return self._collector.metrics(request_id)
+
+    def request_abort(self, stream: OutputStream) -> None:
+        """Ask the engine to end a stream's sequences; their reader still gets what they said and the end."""
+        self._send(messages.Abort(list(stream.request_ids)))
 
     @property
     def num_open_requests(self) -> int:

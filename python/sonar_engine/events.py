@@ -6,6 +6,7 @@ front end as bytes, and `OutputCollector` turns them into `RequestOutput`s there
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -66,6 +67,8 @@ class _Tracked:
     num_spec_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted: int = 0
+    num_cached: int = 0
+    num_preemptions: int = 0
     histogram: list[int] = field(default_factory=list)
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
@@ -77,15 +80,15 @@ class _Tracked:
         self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
         self.histogram[accepted] += 1
 
-    def metrics(self, now: float, num_cached: int, num_preemptions: int) -> RequestMetrics:
+    def metrics(self, now: float) -> RequestMetrics:
         first = self.first_token_at if self.first_token_at is not None else now
         return RequestMetrics(
             queue_time=(self.admitted_at if self.admitted_at is not None else now) - self.submitted_at,
             time_to_first_token=first - self.submitted_at,
             decode_time=max(self.last_token_at - first, 0.0),
             e2e_latency=now - self.submitted_at,
-            num_cached_tokens=num_cached,
-            num_preemptions=num_preemptions,
+            num_cached_tokens=self.num_cached,
+            num_preemptions=self.num_preemptions,
             speculation=SpeculationMetrics(
                 num_spec_steps=self.num_spec_steps,
                 num_draft_tokens=self.num_draft_tokens,
@@ -107,6 +110,11 @@ class OutputCollector:
     def discard(self, request_id: int) -> None:
         """Forget a request whose outputs nobody waits for any more; later events for it are dropped."""
         self._tracked.pop(request_id, None)
+
+    def metrics(self, request_id: int) -> RequestMetrics | None:
+        """What a request that still runs has cost until now; None when it is not tracked."""
+        tracked = self._tracked.get(request_id)
+        return None if tracked is None else tracked.metrics(time.monotonic())
 
     def __len__(self) -> int:
         return len(self._tracked)
@@ -144,6 +152,7 @@ class OutputCollector:
             if tracked is None:
                 continue
             tracked.count_drafts(drafted, accepted)
+            tracked.num_cached, tracked.num_preemptions = cached, preemptions
             if count:
                 tracked.first_token_at = tracked.first_token_at or events.now
                 tracked.last_token_at = events.now
@@ -155,7 +164,7 @@ class OutputCollector:
                     logprobs=_logprobs(events.logprobs, span, tracked.params),
                     finish_reason=FINISH_REASONS[finish],
                     stop_reason=stop if stop >= 0 else None,
-                    metrics=tracked.metrics(events.now, cached, preemptions) if finished else None,
+                    metrics=tracked.metrics(events.now) if finished else None,
                 )
             )
             if finished:

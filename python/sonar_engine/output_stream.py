@@ -75,6 +75,13 @@ class OutputStream:
             self._open.clear()
         self._wake()
 
+    def cancel(self, error: SonarError) -> None:
+        """End all that still runs; the reader gets `error` after what it has not read yet."""
+        still_open = sorted(self._open)
+        self.fail(error)
+        if still_open:
+            self._abort(still_open)
+
     def give_up(self, request_id: int) -> None:
         """End one sequence early: the engine forgets it, and nothing more of it arrives."""
         if request_id in self._open:

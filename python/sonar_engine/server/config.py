@@ -42,7 +42,6 @@ class ServerConfig(BaseModel):
     max_stop_chars: int = Field(default=256, ge=1, description="Longest stop string, in characters")
     max_logit_bias: int = Field(default=1024, ge=0, description="Most logit_bias entries")
     max_logprobs: int = Field(default=20, ge=0, le=20, description="Most alternatives reported at a position")
-    max_queued_requests: int = Field(default=1024, ge=1, description="Most sequences that wait for their first token")
     max_queued_tokens: int = Field(
         default=4 << 20, ge=1, description="Most prompt tokens of sequences that wait for their first token"
     )

@@ -1,0 +1,215 @@
+"""The routes: each parses, checks, and hands over."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from sonar_engine.errors import EngineDeadError, InvalidRequestError
+from sonar_engine.server.answer import Answer
+from sonar_engine.server.chat import prepare_chat
+from sonar_engine.server.completions import prepare_completion
+from sonar_engine.server.errors import ApiError
+from sonar_engine.server.guard import read_body
+from sonar_engine.server.prompts import chat_prompt, check_ids, off_loop
+from sonar_engine.server.protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+    reject_unsupported,
+)
+from sonar_engine.server.state import ServerState
+from sonar_engine.server.streaming import EventStream, unless_gone
+from sonar_engine.tokenizer import Tokenizer
+
+Prepare = Callable[[Any, ServerState, Tokenizer], Awaitable[Answer]]
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    body = value if isinstance(value, bytes) else msgspec.json.encode(value)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """The request body for the OpenAPI document."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+def generation_routes(state: ServerState) -> APIRouter:
+    """Chat and text completions."""
+    router = APIRouter()
+
+    async def respond(request: Request, model: type[GenerationRequest], prepare: Prepare) -> Response:
+        tokenizer = state.ready_tokenizer()
+        asked = parse(model, await read_body(request, state.config.max_body_bytes))
+        state.check_model(asked.model)
+        reject_unsupported(asked)
+        headers = _own_id(asked)
+        answer = await prepare(asked, state, tokenizer)
+        return await _answered(answer, request, state, headers, stream=bool(asked.stream))
+
+    @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        return await respond(request, ChatRequest, prepare_chat)
+
+    @router.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return await respond(request, CompletionRequest, prepare_completion)
+
+    return router
+
+
+async def _answered(
+    answer: Answer, request: Request, state: ServerState, headers: dict[str, str], stream: bool
+) -> Response:
+    """Runs the generation; whatever happens here or later, it is closed."""
+    generation = answer.generation
+    handed_over = False
+    try:
+        await unless_gone(generation.open(), request.receive)
+        if stream:
+            handed_over = True
+            return EventStream(generation, answer, state.config.ping_interval, headers)
+        return json_response(await unless_gone(answer.whole(), request.receive), headers=headers)
+    finally:
+        if not handed_over:
+            generation.close()
+
+
+def _own_id(request: GenerationRequest) -> dict[str, str]:
+    """Headers that give the client's own id back. It is no handle for anything."""
+    own = request.request_id
+    if own is None:
+        return {}
+    if not 1 <= len(own) <= 128 or not own.isascii() or not own.isprintable():
+        raise InvalidRequestError("request_id must be 1 to 128 printable ASCII characters", param="request_id")
+    return {"X-Request-Id": own}
+
+
+def text_routes(state: ServerState) -> APIRouter:
+    """Models, tokenising, detokenising."""
+    router = APIRouter()
+
+    def model_card() -> dict[str, Any]:
+        return {
+            "id": state.model_name,
+            "object": "model",
+            "created": state.created,
+            "owned_by": "sonar",
+            "root": state.info.model_name,
+            "max_model_len": state.info.max_model_len,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        state.ready_tokenizer()
+        return json_response({"object": "list", "data": [model_card()]})
+
+    @router.get("/v1/models/{model_id:path}")
+    async def model(model_id: str) -> Response:
+        state.ready_tokenizer()
+        state.check_model(model_id)
+        return json_response(model_card())
+
+    @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        tokenizer = state.ready_tokenizer()
+        asked = parse(TokenizeRequest, await read_body(request, state.config.max_body_bytes))
+        state.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+        if asked.prompt is None:
+            ids = await chat_prompt(asked, tokenizer)
+        else:
+            text, special = asked.prompt, asked.add_special_tokens is not False
+            ids = await off_loop(lambda: tokenizer.encode(text, special), len(text))
+        strings = [tokenizer.raw.id_to_token(token_id) for token_id in ids] if asked.return_token_strs else None
+        return json_response(
+            {"count": len(ids), "max_model_len": state.info.max_model_len, "tokens": ids, "token_strs": strings}
+        )
+
+    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        tokenizer = state.ready_tokenizer()
+        asked = parse(DetokenizeRequest, await read_body(request, state.config.max_body_bytes))
+        state.check_model(asked.model)
+        check_ids(asked.tokens, state.info, "tokens")
+        skip = bool(asked.skip_special_tokens)
+        text = await off_loop(lambda: tokenizer.decode(asked.tokens, skip_special_tokens=skip), len(asked.tokens))
+        return json_response({"prompt": text})
+
+    return router
+
+
+def service_routes(state: ServerState, version: str) -> APIRouter:
+    """What operators and orchestrators ask."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 only when the engine has just run a step."""
+        if state.phase == "loading":
+            raise ApiError(503, "the model is still loading", code="loading")
+        try:
+            await state.client.probe()
+        except EngineDeadError as error:
+            raise ApiError(503, str(error), code="engine_dead") from error
+        return json_response({"status": "ok"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        state.ready_tokenizer()
+        return json_response({"status": "ready"})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        if state.client.alive:
+            with contextlib.suppress(EngineDeadError, TimeoutError):
+                await state.client.stats(timeout=state.config.probe_timeout)
+        info = state.client.info if state.client.alive else None
+        return Response(
+            state.metrics.render(info, state.client.last_stats), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
+
+    @router.get("/version")
+    async def show_version() -> Response:
+        return json_response({"version": version})
+
+    @router.get("/load")
+    async def load() -> Response:
+        return json_response(
+            {"server_load": len(state.responses), "num_open_sequences": state.client.num_open_requests}
+        )
+
+    return router
+
+
+def admin_routes(state: ServerState) -> APIRouter:
+    """Behind the admin key."""
+    router = APIRouter()
+
+    @router.post("/abort", openapi_extra=body_schema(AbortRequest))
+    async def abort(request: Request) -> Response:
+        asked = parse(AbortRequest, await read_body(request, state.config.max_body_bytes))
+        stream = state.responses.get(asked.request_id)
+        if stream is None:
+            raise ApiError(404, "no response with exactly this id is running", param="request_id")
+        state.client.request_abort(stream)
+        return json_response({"id": asked.request_id, "aborted": True})
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        state.ready_tokenizer()
+        return json_response({"done": await state.client.reset_prefix_cache()})
+
+    return router
