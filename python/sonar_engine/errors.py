@@ -38,3 +38,7 @@ class StaleStepError(SonarError):
 
 class EngineDeadError(SonarError):
     """The engine's loop has ended; nothing can be served until it is started again."""
+
+
+class VerdictError(SonarError):
+    """A verdict that does not fit the step it was given for; the step stays in flight."""

@@ -1,0 +1,256 @@
+//! Full pages of computed tokens, found again by what they hold.
+//!
+//! A page's hash is a keyed BLAKE3 over its parent's hash and its token ids, cut to 128 bits; the root is keyed with
+//! the request's salt. So equal hashes mean equal beginnings under the same salt, and nobody without the key can
+//! construct a collision. Only full pages of committed tokens enter; pages without an owner stay until they are the
+//! least recently used ones and somebody needs a page. Sizes are in pages.
+
+use crate::ids::PageId;
+use crate::page_pool::{Page, PagePool};
+use std::collections::HashMap;
+use std::hash::{BuildHasherDefault, Hasher};
+
+/// Identity of a page's content and of everything before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PageHash([u64; 2]);
+
+impl PageHash {
+    fn cut(hash: &blake3::Hash) -> Self {
+        let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| hash.as_bytes()[at + i]));
+        Self([word(0), word(8)])
+    }
+}
+
+/// Page hashes are uniform already, so the table takes the last word as it is.
+#[derive(Default)]
+struct TakeLastWord(u64);
+
+impl Hasher for TakeLastWord {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
+        }
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        self.0 = word;
+    }
+}
+
+/// Hashes pages. Token ids take three bytes where the vocabulary allows, so that 16 of them and the parent's hash
+/// are one BLAKE3 block.
+#[derive(Debug)]
+struct PageHasher {
+    page_key: [u8; 32],
+    root_key: [u8; 32],
+    id_bytes: usize,
+    buffer: Vec<u8>,
+}
+
+impl PageHasher {
+    fn new(cache_key: &[u8; 32], page_size: u32, vocab_size: u32) -> Self {
+        let id_bytes = if vocab_size <= 1 << 24 { 3 } else { 4 };
+        Self {
+            page_key: blake3::derive_key("sonar prefix cache: page", cache_key),
+            root_key: blake3::derive_key("sonar prefix cache: root", cache_key),
+            id_bytes,
+            buffer: vec![0; 16 + page_size as usize * id_bytes],
+        }
+    }
+
+    fn root(&self, epoch: u64, salt: Option<&[u8]>) -> PageHash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.root_key);
+        hasher.update(&epoch.to_le_bytes());
+        hasher.update(&[u8::from(salt.is_some())]);
+        hasher.update(salt.unwrap_or_default());
+        PageHash::cut(&hasher.finalize())
+    }
+
+    fn page(&mut self, parent: PageHash, tokens: &[i32]) -> PageHash {
+        self.buffer[..8].copy_from_slice(&parent.0[0].to_le_bytes());
+        self.buffer[8..16].copy_from_slice(&parent.0[1].to_le_bytes());
+        for (bytes, token) in self.buffer[16..]
+            .chunks_exact_mut(self.id_bytes)
+            .zip(tokens)
+        {
+            bytes.copy_from_slice(&token.to_le_bytes()[..self.id_bytes]);
+        }
+        PageHash::cut(&blake3::keyed_hash(&self.page_key, &self.buffer))
+    }
+}
+
+/// The chain of hashes of one request's full pages, as far as they have been hashed.
+#[derive(Debug, Default)]
+pub struct HashChain {
+    hashes: Vec<PageHash>,
+    epoch: u64,
+}
+
+/// The page pool together with the index of what its pages hold.
+#[derive(Debug)]
+pub struct PrefixCache {
+    pool: PagePool,
+    index: HashMap<PageHash, PageId, BuildHasherDefault<TakeLastWord>>,
+    /// By page; meaningful where the pool retains the page.
+    hash_of: Vec<PageHash>,
+    hasher: PageHasher,
+    page_size: usize,
+    enabled: bool,
+    epoch: u64,
+}
+
+impl PrefixCache {
+    /// An empty cache over `num_pages` free pages.
+    pub fn new(config: &crate::SchedulerConfig) -> Self {
+        Self {
+            pool: PagePool::new(config.num_pages),
+            index: HashMap::default(),
+            hash_of: vec![PageHash([0; 2]); config.num_pages as usize],
+            hasher: PageHasher::new(&config.cache_key, config.page_size, config.vocab_size),
+            page_size: config.page_size as usize,
+            enabled: config.enable_prefix_caching,
+            epoch: 0,
+        }
+    }
+
+    /// The pages and their states.
+    pub fn pool(&self) -> &PagePool {
+        &self.pool
+    }
+
+    /// Pages that can be had at once: free ones and idle ones.
+    pub fn num_available(&self) -> u32 {
+        self.pool.num_free() + self.pool.num_idle()
+    }
+
+    /// A page for new content. Takes the least recently used idle page, which leaves the index, when none is free.
+    pub fn allocate(&mut self) -> Option<Page> {
+        if self.pool.num_free() == 0 {
+            let oldest = self.pool.least_recently_used()?;
+            self.index.remove(&self.hash_of[oldest.0 as usize]);
+            self.pool.forget(oldest);
+        }
+        self.pool.allocate()
+    }
+
+    /// Gives a reference back.
+    pub fn release(&mut self, page: Page) {
+        self.pool.release(page);
+    }
+
+    /// Gives a sequence's pages back, last one first, so that the end of a prefix is evicted before its beginning.
+    pub fn release_from(&mut self, pages: &mut Vec<Page>, first: usize) {
+        while pages.len() > first
+            && let Some(page) = pages.pop()
+        {
+            self.pool.release(page);
+        }
+    }
+
+    /// Pages at the start of `tokens` that the index holds, in order, into `found`. At least the last token is left
+    /// out, so that there is something to compute logits from.
+    pub fn find(
+        &mut self,
+        chain: &mut HashChain,
+        salt: Option<&[u8]>,
+        tokens: &[i32],
+        found: &mut Vec<PageId>,
+    ) {
+        found.clear();
+        if !self.enabled {
+            return;
+        }
+        self.renew(chain);
+        for page in 0..(tokens.len() - 1) / self.page_size {
+            let hash = self.hash(chain, salt, tokens, page);
+            match self.index.get(&hash) {
+                Some(&id) => found.push(id),
+                None => break,
+            }
+        }
+    }
+
+    /// One more reference to a page that [`Self::find`] returned.
+    pub fn share(&mut self, id: PageId) -> Option<Page> {
+        self.pool.share(id)
+    }
+
+    /// Enters the full pages `first..end` of a sequence, whose tokens are all computed and committed. Content that is
+    /// already in the index under another page stays there alone.
+    pub fn insert(
+        &mut self,
+        chain: &mut HashChain,
+        salt: Option<&[u8]>,
+        tokens: &[i32],
+        pages: &[Page],
+        range: std::ops::Range<usize>,
+    ) {
+        // A chain of an earlier epoch belongs to a request that was running when the cache was reset.
+        if !self.enabled || chain.epoch != self.epoch {
+            return;
+        }
+        for page in range {
+            let hash = self.hash(chain, salt, tokens, page);
+            if let std::collections::hash_map::Entry::Vacant(entry) = self.index.entry(hash) {
+                entry.insert(pages[page].id());
+                self.hash_of[pages[page].id().0 as usize] = hash;
+                self.pool.retain(&pages[page]);
+            }
+        }
+    }
+
+    /// Forgets all content. Later requests share nothing with earlier ones, also not with those that run on.
+    pub fn reset(&mut self) {
+        for (_, id) in self.index.drain() {
+            self.pool.forget(id);
+        }
+        self.epoch += 1;
+    }
+
+    /// Pages in the index.
+    pub fn num_indexed(&self) -> usize {
+        self.index.len()
+    }
+
+    /// Whether index, hashes and retentions name the same pages.
+    pub fn is_consistent(&self) -> bool {
+        let retained = (0..self.pool.num_pages())
+            .filter(|&id| self.pool.is_retained(PageId(id)))
+            .count();
+        retained == self.index.len()
+            && self.index.iter().all(|(hash, id)| {
+                self.pool.is_retained(*id) && self.hash_of[id.0 as usize] == *hash
+            })
+    }
+
+    fn renew(&self, chain: &mut HashChain) {
+        if chain.epoch != self.epoch {
+            chain.hashes.clear();
+            chain.epoch = self.epoch;
+        }
+    }
+
+    /// The hash of page `page`, hashing the pages up to it that have not been hashed yet.
+    fn hash(
+        &mut self,
+        chain: &mut HashChain,
+        salt: Option<&[u8]>,
+        tokens: &[i32],
+        page: usize,
+    ) -> PageHash {
+        while chain.hashes.len() <= page {
+            let next = chain.hashes.len();
+            let parent = match chain.hashes.last() {
+                Some(&hash) => hash,
+                None => self.hasher.root(self.epoch, salt),
+            };
+            let tokens = &tokens[next * self.page_size..(next + 1) * self.page_size];
+            chain.hashes.push(self.hasher.page(parent, tokens));
+        }
+        chain.hashes[page]
+    }
+}

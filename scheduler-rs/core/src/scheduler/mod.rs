@@ -1,0 +1,482 @@
+//! Who runs in a step: submit, abort, plan, revert. Admission, growth and the making of rows are in the submodules;
+//! what a step leaves behind is in [`crate::commit`].
+
+mod admission;
+mod growth;
+mod invariants;
+mod rows;
+
+use crate::commit::{Events, FinishReason};
+use crate::config::SchedulerConfig;
+use crate::error::{ConfigError, PlanError, RequestError};
+use crate::ids::{PageId, RequestId, RequestKey, Slot, StepId};
+use crate::packed_batch;
+use crate::prefix_cache::PrefixCache;
+use crate::request::{Rank, Request, ValidRequest};
+use std::collections::{BTreeSet, HashMap};
+
+/// One request's part of a step: its tokens from `num_computed_tokens` on, drafts last.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Row {
+    pub(crate) key: RequestKey,
+    pub(crate) slot: Slot,
+    pub(crate) num_tokens: u32,
+    pub(crate) num_drafts: u32,
+    /// Whether the row reaches the end of its known tokens.
+    pub(crate) samples: bool,
+}
+
+impl Row {
+    pub(crate) fn num_samples(&self) -> u32 {
+        if self.samples { self.num_drafts + 1 } else { 0 }
+    }
+}
+
+/// A page-table entry that the device does not have yet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct NewPage {
+    pub(crate) slot: Slot,
+    pub(crate) index: u32,
+    pub(crate) page: PageId,
+}
+
+/// A request that enters a slot with this step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Admitted {
+    pub(crate) key: RequestKey,
+    pub(crate) slot: Slot,
+    pub(crate) id: RequestId,
+    /// (tokens looked up, tokens found), when this is the request's first admission.
+    pub(crate) first_lookup: Option<(u32, u32)>,
+}
+
+/// A step that has been planned and is to be committed or reverted, once: both take it by value.
+#[must_use = "a planned step holds pages; commit or revert it"]
+#[derive(Debug, Default)]
+pub struct PlannedStep {
+    id: u64,
+    pub(crate) rows: Vec<Row>,
+    pub(crate) new_pages: Vec<NewPage>,
+    pub(crate) admitted: Vec<Admitted>,
+    pub(crate) num_decode_reqs: usize,
+    pub(crate) num_tokens: u32,
+    pub(crate) num_decode_tokens: u32,
+    pub(crate) num_draft_tokens: u32,
+    pub(crate) num_sample_rows: u32,
+    pub(crate) num_sampling_reqs: u32,
+}
+
+impl PlannedStep {
+    /// The step's id.
+    pub fn id(&self) -> StepId {
+        StepId(self.id)
+    }
+
+    /// Rows of the batch.
+    pub fn num_reqs(&self) -> usize {
+        self.rows.len()
+    }
+
+    /// Draft tokens of each row, and whether it samples, in row order.
+    pub fn rows(&self) -> impl ExactSizeIterator<Item = (Slot, u32, bool)> + '_ {
+        self.rows
+            .iter()
+            .map(|row| (row.slot, row.num_drafts, row.samples))
+    }
+
+    fn clear(&mut self) {
+        self.rows.clear();
+        self.new_pages.clear();
+        self.admitted.clear();
+    }
+}
+
+/// Counts of the present moment and since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Requests in slots.
+    pub num_running: usize,
+    /// Requests without a slot, preempted ones included.
+    pub num_waiting: usize,
+    /// Pages in all.
+    pub num_pages: u32,
+    /// Pages without owner and content.
+    pub num_free_pages: u32,
+    /// Pages without owner that the prefix cache still knows.
+    pub num_cached_pages: u32,
+    /// Tokens looked up in the prefix cache, at first admissions.
+    pub prefix_queries: u64,
+    /// Tokens found there.
+    pub prefix_hits: u64,
+    /// Preemptions so far.
+    pub num_preemptions: u64,
+    /// Tokens of the waiting requests.
+    pub waiting_tokens: u64,
+}
+
+/// All requests, their pages, and the step in flight.
+#[derive(Debug)]
+pub struct Scheduler {
+    pub(crate) config: SchedulerConfig,
+    pub(crate) cache: PrefixCache,
+    requests: Vec<Option<Request>>,
+    free_keys: Vec<RequestKey>,
+    by_id: HashMap<RequestId, RequestKey>,
+    waiting: BTreeSet<(Rank, RequestKey)>,
+    /// In order of rank, so that the last one is the next to be preempted.
+    pub(crate) running: Vec<RequestKey>,
+    free_slots: Vec<Slot>,
+    next_arrival: u64,
+    last_step: u64,
+    pub(crate) in_flight: Option<StepId>,
+    pub(crate) num_aborted_in_flight: usize,
+    /// Final events of requests that ended outside a commit.
+    pub(crate) ended: Events,
+    /// The step under construction; its vectors are used again.
+    building: PlannedStep,
+    found: Vec<PageId>,
+    prefix_queries: u64,
+    prefix_hits: u64,
+    num_preemptions: u64,
+    waiting_tokens: u64,
+}
+
+impl Scheduler {
+    /// An idle scheduler.
+    ///
+    /// # Errors
+    /// See [`SchedulerConfig::validate`].
+    pub fn new(config: SchedulerConfig) -> Result<Self, ConfigError> {
+        config.validate()?;
+        Ok(Self {
+            cache: PrefixCache::new(&config),
+            requests: Vec::new(),
+            free_keys: Vec::new(),
+            by_id: HashMap::new(),
+            waiting: BTreeSet::new(),
+            running: Vec::new(),
+            free_slots: (0..config.max_num_seqs).rev().map(Slot).collect(),
+            next_arrival: 0,
+            last_step: 0,
+            in_flight: None,
+            num_aborted_in_flight: 0,
+            ended: Events::default(),
+            building: PlannedStep::default(),
+            found: Vec::new(),
+            prefix_queries: 0,
+            prefix_hits: 0,
+            num_preemptions: 0,
+            waiting_tokens: 0,
+            config,
+        })
+    }
+
+    /// The configuration.
+    pub fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    /// Puts a request into the waiting queue.
+    ///
+    /// # Errors
+    /// The id is in use, or the queue is full.
+    pub fn submit(&mut self, request: ValidRequest) -> Result<(), RequestError> {
+        if self.waiting.len() >= self.config.max_waiting as usize {
+            return Err(RequestError::QueueFull {
+                num_waiting: self.waiting.len(),
+                max_waiting: self.config.max_waiting,
+            });
+        }
+        self.submit_unbounded(request)
+    }
+
+    /// As [`Self::submit`] for a caller that has checked the queue's limit already.
+    ///
+    /// # Errors
+    /// The id is in use.
+    pub fn submit_unbounded(&mut self, request: ValidRequest) -> Result<(), RequestError> {
+        let id = request.id();
+        if self.by_id.contains_key(&id) {
+            return Err(RequestError::DuplicateId { id: id.0 });
+        }
+        let request = Request::new(request, self.next_arrival, &self.config);
+        self.next_arrival += 1;
+        let key = self.free_keys.pop().unwrap_or_else(|| {
+            self.requests.push(None);
+            RequestKey(self.requests.len() as u32 - 1)
+        });
+        self.by_id.insert(id, key);
+        self.enqueue(key, request.rank, request.len());
+        self.requests[key.index()] = Some(request);
+        Ok(())
+    }
+
+    /// Ends a request at any moment; an unknown id is ignored. Its one final event comes with the commit of the step
+    /// in flight when it runs there, else with [`Self::take_ended`] or the next commit.
+    pub fn abort(&mut self, id: RequestId) {
+        let Some(&key) = self.by_id.get(&id) else {
+            return;
+        };
+        let in_flight = self.in_flight.is_some();
+        let request = self.request_mut(key);
+        if in_flight && request.slot.is_some() {
+            if !std::mem::replace(&mut request.aborted, true) {
+                self.num_aborted_in_flight += 1;
+            }
+        } else {
+            self.end_by_abort(key);
+        }
+    }
+
+    /// Plans the next step and writes it into `out`. None: nothing can run.
+    ///
+    /// `draft_lens` is the most drafts each slot can take, `[max_num_seqs]`; None: no drafts.
+    ///
+    /// # Errors
+    /// A step is in flight, or an argument has the wrong size. Nothing has changed then.
+    pub fn plan(
+        &mut self,
+        draft_lens: Option<&[i32]>,
+        out: &mut [i32],
+    ) -> Result<Option<PlannedStep>, PlanError> {
+        let expected = self.config.slot_words();
+        if out.len() < expected {
+            return Err(PlanError::BufferTooSmall {
+                got: out.len(),
+                expected,
+            });
+        }
+        let step = self.prepare(draft_lens)?;
+        if let Some(step) = &step {
+            self.pack(step, out);
+        }
+        Ok(step)
+    }
+
+    /// The first half of [`Self::plan`]: admission, pages, rows.
+    ///
+    /// # Errors
+    /// As [`Self::plan`].
+    pub fn prepare(
+        &mut self,
+        draft_lens: Option<&[i32]>,
+    ) -> Result<Option<PlannedStep>, PlanError> {
+        if let Some(step) = self.in_flight {
+            return Err(PlanError::StepInFlight { step });
+        }
+        self.check_draft_lens(draft_lens)?;
+        self.building.clear();
+        self.grow_decoding();
+        self.admit_waiting();
+        self.make_rows();
+        self.grant_drafts(draft_lens.unwrap_or_default());
+        if self.building.rows.is_empty() {
+            return Ok(None);
+        }
+        self.last_step += 1;
+        let mut step = std::mem::take(&mut self.building);
+        step.id = self.last_step;
+        self.in_flight = Some(step.id());
+        debug_assert_eq!(self.check_invariants(), Ok(()));
+        Ok(Some(step))
+    }
+
+    /// The second half of [`Self::plan`]: `out` holds at least [`SchedulerConfig::slot_words`] words.
+    pub fn pack(&self, step: &PlannedStep, out: &mut [i32]) {
+        packed_batch::pack(
+            step,
+            self.config.page_size,
+            |row| self.request(row.key),
+            out,
+        );
+    }
+
+    /// Undoes a step that did not run: its new pages are free again, requests it admitted wait again. What it
+    /// preempted stays preempted.
+    pub fn revert(&mut self, step: PlannedStep) {
+        if self.in_flight != Some(step.id()) {
+            return;
+        }
+        self.in_flight = None;
+        for admitted in &step.admitted {
+            if let Some((queries, hits)) = admitted.first_lookup {
+                self.prefix_queries -= u64::from(queries);
+                self.prefix_hits -= u64::from(hits);
+                self.request_mut(admitted.key).num_cached_tokens = None;
+            }
+            self.leave_slot(admitted.key);
+        }
+        for row in &step.rows {
+            let request = self.requests[row.key.index()]
+                .as_mut()
+                .expect("a row's request is live");
+            if request.slot.is_some() {
+                self.cache
+                    .release_from(&mut request.pages, request.num_table_pages as usize);
+            }
+        }
+        self.end_aborted();
+        self.recycle(step);
+        debug_assert_eq!(self.check_invariants(), Ok(()));
+    }
+
+    /// Moves the final events of requests that ended outside a commit to the end of `events`.
+    pub fn take_ended(&mut self, events: &mut Events) {
+        events.append(&mut self.ended);
+    }
+
+    /// Whether final events wait for [`Self::take_ended`].
+    pub fn has_ended(&self) -> bool {
+        !self.ended.is_empty()
+    }
+
+    /// Whether any request lives.
+    pub fn has_work(&self) -> bool {
+        !self.by_id.is_empty()
+    }
+
+    /// Requests without a slot.
+    pub fn num_waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Prompt and output tokens of a live request.
+    pub fn request_tokens(&self, id: RequestId) -> Option<&[i32]> {
+        self.by_id
+            .get(&id)
+            .map(|&key| self.request(key).tokens.as_slice())
+    }
+
+    /// Prompt tokens of a live request.
+    pub fn num_prompt_tokens(&self, id: RequestId) -> Option<u32> {
+        self.by_id
+            .get(&id)
+            .map(|&key| self.request(key).num_prompt_tokens)
+    }
+
+    /// The slot of a running request.
+    pub fn slot_of(&self, id: RequestId) -> Option<Slot> {
+        self.by_id.get(&id).and_then(|&key| self.request(key).slot)
+    }
+
+    /// Counts of this moment.
+    pub fn stats(&self) -> Stats {
+        let pool = self.cache.pool();
+        Stats {
+            num_running: self.running.len(),
+            num_waiting: self.waiting.len(),
+            num_pages: pool.num_pages(),
+            num_free_pages: pool.num_free(),
+            num_cached_pages: pool.num_idle(),
+            prefix_queries: self.prefix_queries,
+            prefix_hits: self.prefix_hits,
+            num_preemptions: self.num_preemptions,
+            waiting_tokens: self.waiting_tokens,
+        }
+    }
+
+    /// Forgets all cached prefixes. Returns whether every page is free now, that is, no request holds any.
+    pub fn reset_prefix_cache(&mut self) -> bool {
+        self.cache.reset();
+        self.cache.pool().num_free() == self.config.num_pages
+    }
+
+    pub(crate) fn request(&self, key: RequestKey) -> &Request {
+        self.requests[key.index()]
+            .as_ref()
+            .expect("keys of live requests only")
+    }
+
+    pub(crate) fn request_mut(&mut self, key: RequestKey) -> &mut Request {
+        self.requests[key.index()]
+            .as_mut()
+            .expect("keys of live requests only")
+    }
+
+    /// The cache, a live request and the configuration, borrowed apart.
+    pub(crate) fn parts(
+        &mut self,
+        key: RequestKey,
+    ) -> (&mut PrefixCache, &mut Request, &SchedulerConfig) {
+        let request = self.requests[key.index()]
+            .as_mut()
+            .expect("keys of live requests only");
+        (&mut self.cache, request, &self.config)
+    }
+
+    /// Removes a request and gives back all it holds. Its final event is the caller's to write.
+    pub(crate) fn end(&mut self, key: RequestKey) {
+        let request = self.request(key);
+        let (id, rank, len, runs) = (
+            request.id,
+            request.rank,
+            request.len(),
+            request.slot.is_some(),
+        );
+        if runs {
+            self.remove_running(key);
+            self.release_slot(key);
+        } else {
+            self.waiting.remove(&(rank, key));
+            self.waiting_tokens -= u64::from(len);
+        }
+        self.by_id.remove(&id);
+        self.requests[key.index()] = None;
+        self.free_keys.push(key);
+    }
+
+    /// Ends the running requests that were aborted while a step was in flight, with events of their own.
+    pub(crate) fn end_aborted(&mut self) {
+        if self.num_aborted_in_flight == 0 {
+            return;
+        }
+        self.num_aborted_in_flight = 0;
+        let live = self
+            .running
+            .iter()
+            .copied()
+            .chain(self.waiting.iter().map(|&(_, key)| key));
+        let aborted: Vec<RequestKey> = live.filter(|&key| self.request(key).aborted).collect();
+        for key in aborted {
+            self.end_by_abort(key);
+        }
+    }
+
+    /// Takes the vectors of a step that is over.
+    pub(crate) fn recycle(&mut self, step: PlannedStep) {
+        self.building = step;
+        self.building.clear();
+    }
+
+    fn end_by_abort(&mut self, key: RequestKey) {
+        let request = self.requests[key.index()]
+            .as_ref()
+            .expect("keys of live requests only");
+        self.ended.push_end(request, FinishReason::Abort);
+        self.end(key);
+    }
+
+    fn enqueue(&mut self, key: RequestKey, rank: Rank, len: u32) {
+        self.waiting.insert((rank, key));
+        self.waiting_tokens += u64::from(len);
+    }
+
+    fn check_draft_lens(&self, draft_lens: Option<&[i32]>) -> Result<(), PlanError> {
+        let Some(lens) = draft_lens else {
+            return Ok(());
+        };
+        if lens.len() != self.config.max_num_seqs as usize {
+            return Err(PlanError::DraftLens {
+                got: lens.len(),
+                expected: self.config.max_num_seqs,
+            });
+        }
+        match lens.iter().position(|&len| len < 0) {
+            Some(slot) => Err(PlanError::NegativeDraftLen {
+                slot,
+                got: lens[slot],
+            }),
+            None => Ok(()),
+        }
+    }
+}
