@@ -26,7 +26,7 @@ MAX_TEMPLATE_CHARACTERS = 1 << 20
 MAX_RENDERED_CHARACTERS = 1 << 24
 MAX_SECONDS = 5.0
 _DEADLINE = "_render_deadline"  # monotonic seconds, in the variables of one rendering
-_CONTINUE_MARK = "\ue0c0continue\ue0c1"  # private use characters: stands where the final message ends
+_CONTINUE_MARK = "CONTINUE-7c1f0a9e-HERE"  # stands where the final message ends; plain letters survive any escaping
 
 
 class ChatTemplate:

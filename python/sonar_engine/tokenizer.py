@@ -155,7 +155,6 @@ def _from_folder(folder: Path) -> Tokenizer:
         if (text := _token_text(config.get(f"{name}_token"))) is not None
     }
     raw = _raw_of_folder(folder)
-    _apply_bos_flag(raw, config, special)
     eos_ids: list[int] = []
     for file in ("generation_config.json", "config.json"):
         value = _optional_json(folder / file).get("eos_token_id")
@@ -183,20 +182,6 @@ def _raw_of_folder(folder: Path) -> tokenizers.Tokenizer:
         raise ModelLoadError(
             f"{folder} has no tokenizer.json and its vocabulary cannot be converted: {reason}"
         ) from None
-
-
-def _apply_bos_flag(raw: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """An explicit `add_bos_token` overrides what tokenizer.json puts before a text, as in transformers."""
-    wanted, bos = config.get("add_bos_token"), special.get("bos_token")
-    if not isinstance(wanted, bool) or bos is None:
-        return
-    bos_id = raw.token_to_id(bos)
-    if bos_id is None or (bos_id in raw.encode("").ids) == wanted:
-        return
-    single = f"{bos}:0 $A:0" if wanted else "$A:0"
-    raw.post_processor = tokenizers.processors.TemplateProcessing(
-        single=single, pair=f"{single} $B:1", special_tokens=[(bos, bos_id)] if wanted else []
-    )
 
 
 def _template_of_folder(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
