@@ -11,6 +11,7 @@ import torch
 from sonar_engine.drafters.base import Verdict
 from sonar_engine.sampling.coins import Seeds, split_seed
 from sonar_engine.sampling.row_pool import RowPool
+from sonar_engine.sampling.validation import MAX_LOGIT_BIAS
 from sonar_engine.step_buffers import BatchMetadata
 from sonar_engine.types import SamplingParams
 
@@ -28,8 +29,6 @@ LOGPROBS = 1 << 8
 # Columns of `SamplingState.floats` and `SamplingState.ints`.
 INV_TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 TOP_K, SEED_LO, SEED_HI, MIN_NUM_TOKENS = range(4)
-
-MAX_LOGIT_BIAS = 1024
 
 
 @dataclass(frozen=True)

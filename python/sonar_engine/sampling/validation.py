@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 import msgspec
 
 from sonar_engine.errors import InvalidRequestError
-from sonar_engine.sampling.state import MAX_LOGIT_BIAS
 from sonar_engine.types import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures below count as 0, as in vLLM: dividing by them overflows
+MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 256  # characters
 MAX_SALT_LEN = 256  # characters
