@@ -53,7 +53,7 @@ def _root(
 def main() -> None:
     """Entry point. Exit codes: 0 done, 1 an error in one line, 2 wrong usage, 130 interrupted."""
     try:
-        build_app()()
+        build_app()(prog_name="sonar")
     except SonarError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)

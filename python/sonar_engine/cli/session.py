@@ -52,8 +52,9 @@ def open_session(config: EngineConfig, lines_without_terminal: bool = False) -> 
 
     with progress_bars(lines_without_terminal) as progress:
         resolved = resolve_model(config.model, partial(progress, f"Fetching {config.model}"))
+        defaults = ModelConfig.load(resolved.path).generation_defaults
         engine = build_engine(config, progress)
     try:
-        yield Session(engine, ModelConfig.load(resolved.path).generation_defaults)
+        yield Session(engine, defaults)
     finally:
         engine.close()
