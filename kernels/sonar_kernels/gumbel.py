@@ -6,7 +6,7 @@ import torch
 
 from sonar_kernels import coins
 
-_ROWS_AT_ONCE = 16  # bounds the torch twin's scratch memory
+_SCORES_AT_ONCE = 1 << 20  # bounds the torch twin's scratch memory
 
 
 def gumbel_argmax(
@@ -38,8 +38,9 @@ def gumbel_argmax_torch(
     """The torch twin of `gumbel_argmax`."""
     ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-    for start in range(0, logits.shape[0], _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
+    rows_at_once = max(1, _SCORES_AT_ONCE // logits.shape[1])
+    for start in range(0, logits.shape[0], rows_at_once):
+        rows = slice(start, start + rows_at_once)
         noise = coins.exponential(ids, seed_lo[rows, None], seed_hi[rows, None], positions[rows, None]).log_()
         sampled = inv_temperature[rows, None] > 0
         scale = torch.where(sampled, inv_temperature[rows, None], 1.0)

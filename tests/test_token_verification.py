@@ -1,0 +1,449 @@
+"""Verification of draft chains: exact laws by enumeration, empirical laws, and texts that drafts must not change."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from sampling_batches import sampled_batch, sampling_state
+from sonar_engine.drafters.base import Draft
+from sonar_engine.sampling.state import SEED_HI, SEED_LO
+from sonar_engine.types import SamplingParams
+from sonar_engine.verification.token import Verifier
+from sonar_kernels.accept import TokenRule, accept_torch
+from toy_target import ToyLoop, corrupted, no_drafts, toy_logits
+
+accept_module = importlib.import_module("sonar_kernels.accept")
+VOCAB = 3
+INT32 = torch.int32
+Tree = list[torch.Tensor]  # [i]: float64 [V ** i, V], the law of token i after each prefix, prefixes in base V
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from threads, and lose much where other processes are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+# Exact enumeration of the token rule
+
+
+def random_tree(depth: int, seed: int, temperature: float = 1.0) -> Tree:
+    random = torch.Generator().manual_seed(seed)
+    shapes = [(VOCAB**i, VOCAB) for i in range(depth)]
+    return [(torch.randn(s, generator=random, dtype=torch.float64) / temperature).softmax(dim=1) for s in shapes]
+
+
+def prefix_index(tokens: torch.Tensor) -> torch.Tensor:
+    """tokens [N, i] -> [N] index of the prefix in base V."""
+    index = torch.zeros(tokens.shape[0], dtype=torch.int64)
+    for column in tokens.T:
+        index = index * VOCAB + column
+    return index
+
+
+def along(tree: Tree, drafts: torch.Tensor) -> torch.Tensor:
+    """The laws at each position of every draft sequence [N, L] -> [N, L, V]."""
+    return torch.stack([tree[i][prefix_index(drafts[:, :i])] for i in range(drafts.shape[1])], dim=1)
+
+
+def run_accept(
+    drafts: torch.Tensor, target: torch.Tensor, draft: torch.Tensor, coins: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The engine's accept function over N rows of L drafts under the token rule; all target choices are -7."""
+    count, length = drafts.shape
+    rows = torch.arange(count, dtype=INT32)
+    rule = TokenRule(rows, target, draft, coins, rows * 3 + 1, rows * 5 + 2, rows * 0)
+    indptr = torch.arange(count + 1, dtype=INT32) * (length + 1)
+    choices = torch.full((count * (length + 1),), -7, dtype=INT32)
+    return accept_torch(drafts.to(INT32), torch.full((count,), length, dtype=INT32), indptr, choices, rule)
+
+
+def acceptance(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
+    """P(accept) of every token, [n, V], found by bisecting the coin that the engine's function still accepts."""
+    count = target.shape[0]
+    tokens = torch.arange(VOCAB).repeat(count)[:, None]
+    target, draft = (probs.repeat_interleave(VOCAB, dim=0)[:, None] for probs in (target, draft))
+    low, high = (torch.full((count * VOCAB, 1), value, dtype=torch.float64) for value in (0.0, 1.0))
+    for _ in range(60):
+        middle = (low + high) / 2
+        accepted = (run_accept(tokens, target, draft, middle)[0] == 2)[:, None]
+        low, high = torch.where(accepted, middle, low), torch.where(accepted, high, middle)
+    return low.reshape(count, VOCAB)
+
+
+def emitted_law(target: Tree, draft: Tree, length: int) -> torch.Tensor:
+    """The law of the first L + 1 output tokens, [V ** (L + 1)]: one verification, then the target alone.
+
+    Every draft sequence and every outcome of its L coins is run through the engine's accept function.
+    """
+    drafts = torch.tensor(list(itertools.product(range(VOCAB), repeat=length)))
+    outcomes = torch.tensor(list(itertools.product((False, True), repeat=length)))
+    rates = [acceptance(target[i], draft[i]) for i in range(length)]
+    rate = along(rates, drafts).gather(2, drafts[..., None])[..., 0].repeat_interleave(len(outcomes), dim=0)
+    drawn = along(draft, drafts).gather(2, drafts[..., None])[..., 0].prod(dim=1).repeat_interleave(len(outcomes))
+    drafts = drafts.repeat_interleave(len(outcomes), dim=0)
+    outcomes = outcomes.repeat(len(drafts) // len(outcomes), 1)
+    coins = torch.where(outcomes, rate / 2, (1 + rate) / 2)
+    weight = drawn * torch.where(outcomes, rate, 1 - rate).prod(dim=1)
+    num_emitted, _ = run_accept(drafts, along(target, drafts), along(draft, drafts), coins)
+
+    law = torch.zeros(VOCAB ** (length + 1), dtype=torch.float64)
+    for count in range(length + 1):  # accepted drafts
+        chosen = num_emitted == count + 1
+        prefix = prefix_index(drafts[chosen][:, :count])
+        last = target[count][prefix]
+        if count < length:
+            last = accept_module.residual_weights(last, draft[count][prefix])
+            last = last / last.sum(dim=1, keepdim=True)
+        part = torch.zeros((VOCAB**count, VOCAB), dtype=torch.float64)
+        part.index_add_(0, prefix, weight[chosen, None] * last)
+        law += continued(part.flatten(), target, count + 1)
+    return law
+
+
+def continued(law: torch.Tensor, target: Tree, known: int) -> torch.Tensor:
+    """A law over the first `known` tokens, continued by the target to all of its depth."""
+    for level in target[known:]:
+        law = (law[:, None] * level).flatten()
+    return law
+
+
+def law_error(target: Tree, draft: Tree, length: int) -> float:
+    wanted = continued(torch.ones(1, dtype=torch.float64), target, 0)
+    return float((emitted_law(target, draft, length) - wanted).abs().max())
+
+
+def with_zeros(tree: Tree, token: int) -> Tree:
+    """The same with `token` cut from the vocabulary."""
+    left = torch.ones(VOCAB, dtype=torch.float64)
+    left[token] = 0
+    return [level * left / (level * left).sum(dim=1, keepdim=True) for level in tree]
+
+
+def one_hot(tree: Tree) -> Tree:
+    return [torch.nn.functional.one_hot(level.argmax(dim=1), VOCAB).double() for level in tree]
+
+
+def top_two(tree: Tree) -> Tree:
+    kept = [level * (level > level.amin(dim=1, keepdim=True)) for level in tree]
+    return [level / level.sum(dim=1, keepdim=True) for level in kept]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_token_rule_emits_exactly_the_targets_law(length: int, seed: int) -> None:
+    assert law_error(random_tree(length + 1, seed), random_tree(length + 1, seed + 50), length) < 1e-12
+
+
+CASES: dict[str, tuple[Callable[[Tree], Tree], Callable[[Tree], Tree]]] = {
+    "the draft's vocabulary is cut": (lambda tree: tree, lambda tree: with_zeros(tree, 1)),
+    "a drafted token is impossible": (lambda tree: with_zeros(tree, 0), lambda tree: tree),
+    "both are cut, differently": (lambda tree: with_zeros(tree, 2), lambda tree: with_zeros(tree, 0)),
+    "the draft is greedy": (lambda tree: tree, one_hot),
+    "top-k on the target alone": (top_two, lambda tree: tree),
+    "the target is greedy": (one_hot, lambda tree: tree),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_token_rule_is_exact_when(case: str) -> None:
+    of_target, of_draft = CASES[case]
+    assert law_error(of_target(random_tree(4, 2)), of_draft(random_tree(4, 3)), 3) < 1e-12
+
+
+def test_the_token_rule_is_exact_when_the_temperatures_differ() -> None:
+    assert law_error(random_tree(4, 4, temperature=0.5), random_tree(4, 4, temperature=2.0), 3) < 1e-12
+
+
+def test_a_draft_from_the_targets_own_law_is_always_accepted() -> None:
+    tree = random_tree(4, 6)
+    assert law_error(tree, tree, 3) < 1e-12
+    for level in tree:
+        assert acceptance(level, level).min() > 1 - 1e-15
+
+
+WRONG_ACCEPTANCE = {
+    "the draft's probability is ignored": lambda target, draft, coin: coin < target,
+    "the ratio is upside down": lambda target, draft, coin: coin * target < draft,
+    "every possible draft is accepted": lambda target, draft, coin: target > coin * 0,
+}
+WRONG_RESIDUAL = {
+    "a softmax of the residual": lambda target, draft: (target - draft).clamp(min=0).softmax(dim=-1),
+    "the target itself": lambda target, draft: target,
+    "the absolute difference": lambda target, draft: (target - draft).abs(),
+}
+
+
+@pytest.mark.parametrize("version", WRONG_ACCEPTANCE)
+def test_enumeration_notices_a_wrong_acceptance(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept_module, "token_rule_accepts", WRONG_ACCEPTANCE[version])
+    assert law_error(random_tree(4, 0), random_tree(4, 50), 3) > 1e-3
+
+
+@pytest.mark.parametrize("version", WRONG_RESIDUAL)
+def test_enumeration_notices_a_wrong_residual(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept_module, "residual_weights", WRONG_RESIDUAL[version])
+    assert law_error(random_tree(4, 0), random_tree(4, 50), 3) > 1e-3
+
+
+def impossible_draft_is_rejected() -> bool:
+    """Target probability 0 and a coin of exactly 0."""
+    target = torch.tensor([[[0.0, 0.5, 0.5]]])
+    draft = torch.tensor([[[1.0, 0.0, 0.0]]])
+    num_emitted, tokens = run_accept(torch.tensor([[0]]), target, draft, torch.zeros(1, 1))
+    return num_emitted.tolist() == [1] and tokens[0, 0] in (1, 2)
+
+
+def test_an_impossible_draft_is_rejected_at_a_coin_of_zero() -> None:
+    assert impossible_draft_is_rejected()
+
+
+def test_a_comparison_that_is_not_strict_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept_module, "token_rule_accepts", lambda target, draft, coin: coin * draft <= target)
+    assert not impossible_draft_is_rejected()
+
+
+def test_a_zero_residual_falls_back_to_the_target() -> None:
+    """Only rounding can reject a draft whose laws are equal; then the target's own law is drawn from."""
+    probs = torch.tensor([[0.25, 0.75, 0.0]])
+    assert accept_module.residual_weights(probs, probs).tolist() == probs.tolist()
+
+
+def test_the_recovered_token_comes_from_the_residual_at_the_rejected_position() -> None:
+    target, draft = random_tree(4, 7), random_tree(4, 8)
+    drafts = torch.tensor(list(itertools.product(range(VOCAB), repeat=3)))
+    coins = torch.rand(drafts.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.6 + 0.4
+    num_emitted, tokens = run_accept(drafts, along(target, drafts), along(draft, drafts), coins)
+    rejected = torch.nonzero(num_emitted < 4)[:, 0].tolist()
+    assert {int(num_emitted[row]) for row in rejected} == {1, 2, 3}
+    for row in rejected:
+        step = int(num_emitted[row]) - 1
+        prefix = prefix_index(drafts[row : row + 1, :step])
+        weights = accept_module.residual_weights(target[step][prefix], draft[step][prefix])[0]
+        assert weights[tokens[row, step]] > 0
+        assert tokens[row, :step].tolist() == drafts[row, :step].tolist()
+
+
+def test_sample_and_match_emits_exactly_the_targets_law() -> None:
+    """For any drafts whatever: all target choices are enumerated, whether the drafts equal them or not."""
+    length, target = 3, random_tree(4, 9)
+    choices = torch.tensor(list(itertools.product(range(VOCAB), repeat=length + 1)), dtype=INT32)
+    indptr = torch.arange(len(choices) + 1, dtype=INT32) * (length + 1)
+    counts = torch.full((len(choices),), length, dtype=INT32)
+    wanted = continued(torch.ones(1, dtype=torch.float64), target, 0)
+    for drafts in itertools.product(range(VOCAB), repeat=length):
+        row = torch.tensor(drafts)
+        at = torch.stack([target[i][prefix_index(row[None, :i])[0]] for i in range(length + 1)])  # [L + 1, V]
+        weight = at.expand(len(choices), -1, -1).gather(2, choices.long()[..., None])[..., 0].prod(dim=1)
+        num_emitted, tokens = accept_torch(row.to(INT32).expand(len(choices), -1), counts, indptr, choices.flatten())
+        law = torch.zeros_like(wanted)
+        for count in range(1, length + 2):
+            chosen = num_emitted == count
+            part = torch.zeros(VOCAB**count, dtype=torch.float64)
+            part.index_add_(0, prefix_index(tokens[chosen, :count].long()), weight[chosen])
+            law += continued(part, target, count)
+        assert float((law - wanted).abs().max()) < 1e-12
+
+
+# The law of the engine's own path, empirically
+
+
+def chi_square_z(counts: np.ndarray, probs: np.ndarray) -> float:
+    """Wilson and Hilferty's normal score of Pearson's statistic; cells expected below 5 times are pooled."""
+    expected = probs * counts.sum()
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+    return float(((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom)))
+
+
+def first_three_tokens(params: SamplingParams, with_probs: bool, runs: int = 200_000) -> tuple[np.ndarray, np.ndarray]:
+    """Counts of the first three tokens over a vocabulary of 8, two drafts a step, and the target's law of them."""
+    vocab_size, num_drafts, chunk = 8, 2, 20_000
+    table, drafter = toy_logits(vocab_size, 1, spread=1.0), toy_logits(vocab_size, 2, spread=1.0).softmax(dim=1)
+    random = torch.Generator().manual_seed(11)
+    counts = np.zeros(vocab_size**3, np.int64)
+    state = sampling_state([params], vocab_size, max_num_seqs=chunk)
+    for tensor in (state.floats, state.ints):
+        tensor[1:] = tensor[0]
+    state.uses[:] = state.uses[0]
+    state.top_k[:] = state.top_k[0]
+    for _ in range(runs // chunk):
+        state.ints[:, [SEED_LO, SEED_HI]] = torch.randint(-(1 << 31), 1 << 31, (chunk, 2), generator=random).to(INT32)
+        outputs = torch.zeros((chunk, 6), dtype=torch.int64)  # column 0: the prompt's last token
+        lengths = torch.zeros(chunk, dtype=torch.int64)
+        while (lengths < 3).any():
+            running = torch.nonzero(lengths < 3)[:, 0]
+            last = outputs[running, lengths[running]]
+            drafts, probs = draw_drafts(drafter, last, num_drafts, random)
+            rows = torch.cat([last[:, None], drafts], dim=1).flatten()
+            batch = sampled_batch(running.tolist(), [num_drafts] * len(running), lengths[running].tolist())
+            draft = Draft(drafts.to(INT32), probs if with_probs else None)
+            verdict, _ = Verifier(state).verify(table[rows].clone(), batch, draft)
+            for step in range(num_drafts + 1):
+                emitted = verdict.num_emitted > step
+                places = (lengths[running] + 1 + step).clamp(max=5)
+                outputs[running[emitted], places[emitted]] = verdict.tokens[emitted, step].long()
+            lengths[running] += verdict.num_emitted
+        index = (outputs[:, 1] * vocab_size + outputs[:, 2]) * vocab_size + outputs[:, 3]
+        counts += np.bincount(index.numpy(), minlength=vocab_size**3)
+    return counts, three_token_law(table, params)
+
+
+def draw_drafts(
+    drafter: torch.Tensor, last: torch.Tensor, num_drafts: int, random: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, laws = [], []
+    for _ in range(num_drafts):
+        laws.append(drafter[last])
+        last = torch.multinomial(laws[-1], 1, generator=random)[:, 0]
+        tokens.append(last)
+    return torch.stack(tokens, dim=1), torch.stack(laws, dim=1)
+
+
+def three_token_law(table: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    scaled = table.double() / params.temperature
+    if params.top_k:
+        scaled = scaled.masked_fill(scaled < scaled.topk(params.top_k, dim=1).values[:, -1:], -torch.inf)
+    law = scaled.softmax(dim=1)
+    return (law[0][:, None, None] * law[:, :, None] * law[None]).flatten().numpy()
+
+
+UNSEEDED = SamplingParams(temperature=0.8, top_k=6)
+
+
+@pytest.mark.parametrize("with_probs", [True, False], ids=["sampled drafts", "drafts without probabilities"])
+def test_unseeded_text_follows_the_targets_law(with_probs: bool) -> None:
+    counts, law = first_three_tokens(UNSEEDED, with_probs)
+    assert counts[law == 0].sum() == 0
+    assert abs(chi_square_z(counts, law)) < 3.5
+
+
+def test_the_empirical_law_notices_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accept_module, "residual_weights", lambda target, draft: target)
+    counts, law = first_three_tokens(UNSEEDED, with_probs=True, runs=40_000)
+    assert chi_square_z(counts, law) > 6
+
+
+# Drafts must not change a text that is a function of the request
+
+VARIED = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.0, frequency_penalty=0.7),
+    SamplingParams(temperature=0.0, presence_penalty=1.5, min_tokens=12),
+    SamplingParams(temperature=0.0, repetition_penalty=1.8, logit_bias={4: 3.0, 5: -100.0}),
+    SamplingParams(temperature=1.0, seed=7),
+    SamplingParams(temperature=1.3, seed=-8, top_k=6, top_p=0.9),
+    SamplingParams(temperature=0.9, seed=7, min_p=0.1, frequency_penalty=0.4, min_tokens=9, stop_token_ids=[3]),
+    SamplingParams(temperature=1.0, seed=2**62, allowed_token_ids=[1, 2, 5, 6, 8], repetition_penalty=1.2),
+    SamplingParams(temperature=0.7, seed=0, banned_token_ids=[2, 9], logit_bias={7: 2.5}),
+    SamplingParams(temperature=1.0),
+]
+TABLE = toy_logits(11)
+LENGTH = 30
+
+
+def alone(params: SamplingParams, seed: int) -> list[int]:
+    return ToyLoop(TABLE, [params], seeds=[seed]).run(LENGTH)[0]
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_texts_with_drafts_in_a_crowd_equal_each_request_alone_without(num_drafts: int) -> None:
+    """Greedy, seeded and unseeded requests, with every penalty, mask and cut; unseeded ones keep their own seed."""
+    texts = [alone(params, seed) for seed, params in enumerate(VARIED)]
+    loop = ToyLoop(TABLE, VARIED)
+    assert loop.run(LENGTH, corrupted(texts, num_drafts, TABLE.shape[0])) == texts
+    assert loop.num_accepted > 2 * LENGTH
+    assert loop.num_steps < LENGTH
+
+
+def test_seeded_texts_do_not_depend_on_the_order_of_rows_or_slots() -> None:
+    texts = ToyLoop(TABLE, VARIED).run(LENGTH)
+    order = [3, 8, 1, 0, 9, 4, 7, 2, 6, 5]
+    shuffled = ToyLoop(TABLE, [VARIED[i] for i in order], slots=[12, 3, 9, 0, 5, 7, 1, 11, 2, 8], seeds=order)
+    assert shuffled.run(LENGTH) == [texts[i] for i in order]
+
+
+def test_a_preempted_request_goes_on_in_another_slot_with_the_same_text() -> None:
+    texts = ToyLoop(TABLE, VARIED).run(LENGTH)
+    loop = ToyLoop(TABLE, VARIED, slots=range(2, 12))
+    loop.run(11, corrupted(texts, 3, TABLE.shape[0]))
+    for request in range(len(VARIED)):
+        loop.admit(request, slot=11 - request)
+    assert loop.run(LENGTH, corrupted(texts, 3, TABLE.shape[0])) == texts
+
+
+def test_requests_with_the_same_seed_give_the_same_text_and_others_do_not() -> None:
+    first, second, other = (SamplingParams(temperature=1.0, seed=seed) for seed in (5, 5, 6))
+    texts = ToyLoop(TABLE, [first, second, other]).run(LENGTH)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_min_tokens_forbids_ends_on_exactly_the_rows_below_it() -> None:
+    """Token 0 is EOS and always best; rows with and without drafts, each around its own limit."""
+    table = torch.zeros(6, 6)
+    table[:, 0], table[:, 4], table[:, 5] = 9.0, 5.0, 4.0
+    params = [SamplingParams(temperature=0.0, min_tokens=count, stop_token_ids=[4]) for count in (0, 3, 5)]
+    loop = ToyLoop(table, params)
+    loop.step([0, 1, 2], [[0, 0], [5, 5, 5, 0], []])
+    assert loop.outputs == [[0, 0, 0], [5, 5, 5, 0, 0], [5]]
+    loop.step([2], [[5, 5, 5, 5, 5]])
+    assert loop.outputs[2] == [5, 5, 5, 5, 5, 0]
+
+
+def test_penalties_count_the_drafts_before_each_verified_position() -> None:
+    """Token 1 leads token 2 by 1.0 and each loses 0.6 with every use; a verified chain must count just the same."""
+    table = torch.tensor([[0.0, 2.0, 1.0, 0.0]]).expand(4, 4).contiguous()
+    params = [SamplingParams(temperature=0.0, frequency_penalty=0.6)]
+    text = ToyLoop(table, params).run(6)[0]
+    assert text == [1, 1, 2, 1, 2, 1]  # scores of token 1: 2.0, 1.4, 0.8, then 0.8 against 0.4, 0.2 against 0.4
+    loop = ToyLoop(table, params)
+    loop.step([0], [text[:5]])
+    assert loop.outputs[0] == text
+    assert loop.num_steps == 1
+
+
+def test_a_chunk_that_does_not_reach_the_prompts_end_emits_nothing() -> None:
+    state = sampling_state([SamplingParams(temperature=0.0)] * 3, 4)
+    batch = sampled_batch([0, 1, 2], [0, 0, 0], [5, 0, 0], sampling=[True, False, True], num_decode_reqs=1)
+    verdict, _ = Verifier(state).verify(torch.tensor([[0.0, 1, 0, 0], [0, 0, 0, 1.0]]), batch, None)
+    assert verdict.num_emitted.tolist() == [1, 0, 1]
+    assert verdict.tokens.tolist() == [[1], [-1], [3]]
+
+
+def test_a_batch_that_samples_nothing_is_served() -> None:
+    state = sampling_state([SamplingParams()], 4)
+    batch = sampled_batch([0], [0], [0], sampling=[False], num_decode_reqs=0)
+    verdict, logprobs = Verifier(state).verify(torch.zeros(0, 4), batch, None)
+    assert (verdict.num_emitted.tolist(), verdict.tokens.tolist(), logprobs) == ([0], [[-1]], None)
+
+
+def test_a_drafter_may_offer_more_columns_than_were_granted() -> None:
+    state = sampling_state([SamplingParams(temperature=0.0)] * 2, 4)
+    batch = sampled_batch([0, 1], [1, 0], [0, 0])
+    logits = torch.nn.functional.one_hot(torch.tensor([2, 3, 1]), 4).float()
+    draft = Draft(torch.tensor([[2, 3, 3], [1, 1, 1]], dtype=INT32), torch.full((2, 3, 4), 0.25))
+    verdict, _ = Verifier(state).verify(logits, batch, draft)
+    assert verdict.num_emitted.tolist() == [2, 1]
+    assert verdict.tokens.tolist() == [[2, 3], [1, -1]]
+
+
+def test_no_drafts_after_a_step_with_drafts_uses_none_of_them() -> None:
+    """After a preemption the next step may run without drafting: nothing of the old draft may count."""
+    texts = ToyLoop(TABLE, VARIED).run(LENGTH)
+    loop = ToyLoop(TABLE, VARIED)
+    loop.run(7, corrupted(texts, 4, TABLE.shape[0]))
+    for request in range(len(VARIED)):
+        loop.admit(request)
+    assert loop.run(LENGTH, no_drafts) == texts
