@@ -187,6 +187,16 @@ async def test_an_error_in_a_step_reaches_the_streams_in_words():
             await collect(client, SamplingParams())
 
 
+async def test_a_death_is_told_to_a_reader_that_was_busy_elsewhere():
+    async with running(FakeOptions(fail_after_steps=2)) as client:
+        stream = await client.open([(PROMPT, SamplingParams())])
+        await client.wait_dead()
+        assert not stream.finished
+        assert len(await stream.wait()) >= 1
+        with pytest.raises(EngineDeadError):
+            await stream.wait()
+
+
 async def test_a_hanging_engine_fails_its_probe_and_then_its_streams():
     async with running(FakeOptions(hang_after_steps=3), launch_process, hang_timeout=1.0) as client:
         task = asyncio.create_task(collect(client, SamplingParams()))

@@ -177,9 +177,11 @@ def _logprobs(columns: LogprobColumns | None, span: slice, params: SamplingParam
         return None
     if columns is None or span.start == span.stop:
         return []
-    top_ids = np.frombuffer(columns.top_ids, np.int32).reshape(-1, columns.width)[span, : params.logprobs]
-    top = np.frombuffer(columns.top_logprobs, np.float32).reshape(-1, columns.width)[span, : params.logprobs]
-    chosen = np.frombuffer(columns.logprobs, np.float32)[span].tolist()
+    every = np.frombuffer(columns.logprobs, np.float32)
+    shape = (len(every), columns.width)
+    top_ids = np.frombuffer(columns.top_ids, np.int32).reshape(shape)[span, : params.logprobs]
+    top = np.frombuffer(columns.top_logprobs, np.float32).reshape(shape)[span, : params.logprobs]
+    chosen = every[span].tolist()
     ranks = np.frombuffer(columns.ranks, np.int32)[span].tolist()
     return [
         TokenLogprobs(logprob, rank, ids, values)

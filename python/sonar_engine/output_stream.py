@@ -25,8 +25,8 @@ class OutputStream:
 
     @property
     def finished(self) -> bool:
-        """Every sequence has ended and its last output was read."""
-        return not self._open and not self._outputs
+        """Every sequence has ended and its last output was read. Never so after a failure: `wait` raises that."""
+        return not self._open and not self._outputs and self._error is None
 
     async def wait(self, timeout: float | None = None) -> list[RequestOutput]:
         """Everything new, at least one output; empty after `timeout` seconds or when the stream has finished.
