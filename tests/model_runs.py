@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from batches import BatchRow, PagedBatches
 from sonar_engine.config import EngineConfig
+from sonar_engine.layers.select import native_extension_error
 from sonar_engine.model_runner import ModelRunner
 from sonar_engine.models.registry import ResolvedModel
 
-
-def _has_native() -> bool:
-    return all(
-        importlib.util.find_spec(name) is not None
-        for name in ("sonar_engine._scheduler", "sonar_engine.layers.native", "sonar_engine.attention.native_attention")
-    )
-
-
-needs_native = pytest.mark.skipif(not _has_native(), reason="the extension with the CPU kernels is not built")
+needs_native = pytest.mark.skipif(native_extension_error() is not None, reason=str(native_extension_error()))
 
 # How the model is computed: the options of EngineConfig by a short name.
 BACKENDS = {
@@ -31,6 +24,15 @@ BACKENDS = {
 }
 BACKEND_PARAMS = [pytest.param(name, marks=[needs_native] if name == "native" else []) for name in BACKENDS]
 INVARIANT_PARAMS = [p for p in BACKEND_PARAMS if p.values[0] != "torch"]
+
+
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """torch on that many threads, and as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    yield
+    torch.set_num_threads(before)
 
 
 def load_runner(path: Path, backend: str, dtype: str = "float32", **options: object) -> ModelRunner:

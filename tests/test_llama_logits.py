@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from model_runs import BACKEND_PARAMS, ModelRun, load_runner, random_tokens, run_alone
+from batches import BatchRow
+from model_runs import BACKEND_PARAMS, ModelRun, load_runner, needs_native, random_tokens, run_alone, torch_threads
 from sonar_engine.layers.rope import build_cos_sin
 from sonar_engine.model_runner import ModelRunner
 from sonar_engine.models.model_config import ModelConfig
@@ -15,6 +17,13 @@ from tiny_models import TINY_KINDS, make_tiny, transformers_model, transformers_
 
 TOLERANCE = 1e-4  # absolute, on logits of magnitude 20 and more
 LENGTHS = (37, 5, 61, 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small tensors: a second thread would cost more than it gives."""
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +162,6 @@ def test_captured_states_are_the_inputs_of_the_layers(folders: dict[str, Path]) 
     runner = load_runner(folders["smollm"], "torch")
     tokens = random_tokens(runner.vocab_size, 12, seed=1)
     run = ModelRun(runner)
-    from batches import BatchRow
-
     batch = run.batches.build([BatchRow(0, 0, tokens)])
     hidden, captured = runner.model.forward_with_capture(batch.token_ids, batch, (0, 2))
     reference = transformers_model(folders["smollm"])(torch.tensor([tokens]), output_hidden_states=True)
@@ -163,7 +170,7 @@ def test_captured_states_are_the_inputs_of_the_layers(folders: dict[str, Path]) 
     torch.testing.assert_close(hidden, reference.hidden_states[-1][0], atol=1e-4, rtol=1e-5)
 
 
-@pytest.fixture(scope="module", params=BACKEND_PARAMS)
+@pytest.fixture(scope="module", params=["torch", pytest.param("native", marks=needs_native)])
 def smollm2(request: pytest.FixtureRequest) -> ModelRunner:
     path = resolve_model("smollm2-135m").path
     return load_runner(path, request.param, page_size=16, max_model_len=512, kv_cache_tokens=1024)

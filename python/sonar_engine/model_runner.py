@@ -61,7 +61,7 @@ class ModelRunner:
         plan = plan_kv_cache(engine_config, config, max_model_len, dtype)
         linear_backend, ops = select_ops(engine_config, device)
         kv_cache = allocate_kv_cache(plan, config, engine_config.max_num_seqs, dtype, device)
-        attention_backend, attention = select_attention(engine_config, config, kv_cache)
+        attention_backend, attention = select_attention(engine_config, config, kv_cache, ops)
         on_weights = None if progress is None else partial(progress, "weights")
         weights = load_weights(resolved.path, config, dtype, device, on_weights)
         weight_bytes = sum(tensor.nbytes for tensor in weights.values())

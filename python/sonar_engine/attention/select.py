@@ -12,6 +12,7 @@ from sonar_engine.attention.base import Attention
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import ConfigError
 from sonar_engine.kv_cache import KvCache
+from sonar_engine.layers.base import Ops
 from sonar_engine.layers.select import native_extension_error
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.step_buffers import BatchMetadata
@@ -37,10 +38,15 @@ class MixedWindowAttention:
         return self._by_layer[layer].forward(layer, q, k, v)
 
 
-def select_attention(engine: EngineConfig, model: ModelConfig, cache: KvCache) -> tuple[AttentionBackend, Attention]:
-    """The backend's name and the backend; ConfigError when the one asked for cannot run here."""
+def select_attention(
+    engine: EngineConfig, model: ModelConfig, cache: KvCache, ops: Ops
+) -> tuple[AttentionBackend, Attention]:
+    """The backend's name and the backend; ConfigError when the one asked for cannot run here.
+
+    `ops` are the model's: the native backend runs on the thread team of native ones.
+    """
     backend = choose_backend(engine, model, cache.page_table.device, cache.layers[0].dtype)
-    build = _builder(backend, engine, model, cache)
+    build = _builder(backend, engine, model, cache, ops)
     windows = dict.fromkeys(model.layer_windows)
     if len(windows) == 1:
         return backend, build(next(iter(windows)))
@@ -91,13 +97,15 @@ def _flashinfer_obstacle(
 
 
 def _builder(
-    backend: AttentionBackend, engine: EngineConfig, model: ModelConfig, cache: KvCache
+    backend: AttentionBackend, engine: EngineConfig, model: ModelConfig, cache: KvCache, ops: Ops
 ) -> Callable[[int | None], Attention]:
     scale = model.head_dim**-0.5
     if backend == "native":
         from sonar_engine.attention.native_attention import NativeAttention
+        from sonar_engine.layers.native import NativeOps
 
-        return lambda window: NativeAttention(cache.layers, scale, window, torch.get_num_threads())
+        kernels = ops.kernels if isinstance(ops, NativeOps) else None
+        return lambda window: NativeAttention(cache.layers, scale, window, torch.get_num_threads(), kernels=kernels)
     if backend == "flashinfer":
         from sonar_engine.attention.flashinfer_attention import FlashInferAttention
 
