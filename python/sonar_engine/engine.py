@@ -104,6 +104,7 @@ class Engine:
 
     # One step
 
+    @torch.inference_mode()
     def step(self) -> StepEvents | None:
         """Plan, propose, verify, ingest, commit: one step. None when nothing was waiting or running."""
         self._statistics.start()
