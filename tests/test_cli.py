@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from sonar_engine import __version__
 from sonar_engine.cli import main
 from sonar_engine.cli.options import config_options
 from sonar_engine.config import EngineConfig
+from sonar_engine.errors import StaleStepError
 from sonar_engine.server.config import ServerConfig
 
 SMALL = ["--max-model-len", "256", "--kv-cache-tokens", "2048", "--dtype", "fp32", "--device", "cpu"]
@@ -216,6 +218,41 @@ def test_a_conversation_that_outgrows_the_context_can_be_reset(
     assert sonar("chat", *tiny, "--max-tokens", "4", "--temperature", "0") == 0
     assert "/reset starts anew" in sonar.err
     assert "from the cache" in sonar.err
+
+
+def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(
+    sonar: Sonar, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    talk(monkeypatch, "hello", "and again")
+    plain_write = sys.stdout.write
+    interrupted = False
+
+    def write(text: str) -> int:
+        nonlocal interrupted
+        if text and not interrupted:
+            interrupted = True
+            signal.raise_signal(signal.SIGINT)
+        return plain_write(text)
+
+    monkeypatch.setattr(sys.stdout, "write", write)
+    assert sonar("chat", *tiny, "--max-tokens", "40", "--temperature", "0") == 0
+    assert interrupted
+    assert sonar.err.count("from the cache") == 1  # the answer to the second turn, which is whole
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StaleStepError])
+def test_ctrl_c_ends_a_command_with_code_130_and_no_message(
+    sonar: Sonar, tiny: list[str], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+):
+    def interrupted(*arguments: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise error
+
+    monkeypatch.setattr("sonar_engine.engine.Engine.generate", interrupted)
+    assert sonar("generate", *tiny, "--prompt", "ab") == 130
+    assert sonar.err == ""
 
 
 # bench

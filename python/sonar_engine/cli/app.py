@@ -55,6 +55,8 @@ def main() -> None:
     try:
         build_app()(prog_name="sonar")
     except SonarError as error:
+        if _follows_interrupt(error):
+            sys.exit(INTERRUPTED)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
     except BrokenPipeError:  # the reader of our output has gone, as in `sonar generate ... | head -1`
@@ -62,3 +64,12 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _follows_interrupt(error: BaseException | None) -> bool:
+    """Whether the error arose while Ctrl-C was ending the work: cleaning up half a step can fail."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False

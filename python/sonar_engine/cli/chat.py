@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -67,14 +71,16 @@ def _answer(session: Session, params: SamplingParams, messages: Messages) -> str
     """Prints the answer as it comes and returns its text; None when it could not begin."""
     said: list[str] = []
 
-    def write(text: str) -> None:
+    def write(text: str, check: Callable[[], None]) -> None:
         said.append(text)
         sys.stdout.write(text)
         sys.stdout.flush()
+        check()
 
     completion: Completion | None = None
     try:
-        completion = session.stream(session.encode(messages), params, write)
+        with interrupt_between_steps() as check:
+            completion = session.stream(session.encode(messages), params, lambda text: write(text, check))
     except KeyboardInterrupt:
         pass  # the engine has aborted it; what was said stands
     except InvalidRequestError as error:
@@ -84,6 +90,30 @@ def _answer(session: Session, params: SamplingParams, messages: Messages) -> str
     if completion is not None:
         _note(_summary(completion))
     return "".join(said)
+
+
+@contextmanager
+def interrupt_between_steps() -> Iterator[Callable[[], None]]:
+    """Yields a check that raises KeyboardInterrupt if Ctrl-C came; a second Ctrl-C raises at once.
+
+    An interrupt in the middle of a step would leave the engine with that step in flight.
+    """
+    asked = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def check() -> None:
+        if asked:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _summary(completion: Completion) -> str:
