@@ -416,7 +416,7 @@ def test_large_tensors_are_dequantised_in_blocks(tmp_path: Path, monkeypatch: py
     folder = make_tiny("smollm", tmp_path / "hf")
     path = make_tiny_gguf(folder, tmp_path / "tiny.gguf", GGMLQuantizationType.F16)
     whole = load(path)
-    monkeypatch.setattr("sonar_engine.models.gguf_file._CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr("sonar_engine.models.gguf_file.CHUNK_ELEMENTS", 1000)
     blocks = load(path)
     assert all(torch.equal(whole[name], blocks[name]) for name in whole)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from sonar_engine.errors import ModelLoadError
-from sonar_engine.models.gguf_file import GgufFile
+from sonar_engine.models.gguf_file import CHUNK_ELEMENTS, GgufFile
 from sonar_engine.models.gguf_tokenizer import gguf_eos_ids, listed
 from sonar_engine.models.model_config import MAX_LAYERS, ModelConfig, rope_scaling_of
 
@@ -62,15 +62,17 @@ class GgufCheckpoint:
         self._file.__exit__()
 
     def read(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """fp32 blocks: (first index, values); q and k come whole, since their rows change places."""
+        """fp32 blocks: (first index, values); q and k are held whole, since their rows change places."""
         gguf_name = self._gguf_names[name]
         heads = self._interleaved_heads(name)
         if len(self.shapes[name]) == 1:
             values = next(iter(self._file.rows(gguf_name)))[1].reshape(-1)
             yield 0, torch.from_numpy(_halves(values, heads) if heads else np.array(values))
         elif heads:
-            whole = np.concatenate([rows for _, rows in self._file.rows(gguf_name)])
-            yield 0, torch.from_numpy(_halves(whole, heads))
+            whole = _halves(np.concatenate([rows for _, rows in self._file.rows(gguf_name)]), heads)
+            step = max(1, CHUNK_ELEMENTS // whole.shape[1])
+            for first in range(0, whole.shape[0], step):
+                yield first, torch.from_numpy(whole[first : first + step])
         else:
             for first, rows in self._file.rows(gguf_name):
                 yield first, torch.from_numpy(np.require(rows, requirements="W"))
