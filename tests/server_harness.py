@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from sonar_engine.engine_client import EngineClient
+from sonar_engine.engine_client import EngineClient, Launcher
 from sonar_engine.server.app import create_app
 from sonar_engine.server.config import ServerConfig
 from sonar_engine.server.state import ServerState
@@ -98,9 +98,10 @@ async def serving(
     options: FakeOptions | None = None,
     server: ServerConfig | None = None,
     defaults: dict[str, Any] | None = None,
+    launch: Launcher = launch_thread,
     **config: Any,
 ) -> AsyncIterator[Served]:
-    client = EngineClient((options or FakeOptions()).config(**config), FACTORY, launch_thread, probe_timeout=0.5)
+    client = EngineClient((options or FakeOptions()).config(**config), FACTORY, launch, probe_timeout=0.5)
     await client.start()
     app = create_app(client, TOKENIZER, server, defaults)
     transport = httpx.ASGITransport(app)
