@@ -1,12 +1,13 @@
 //! Admission: waiting requests enter slots in order of rank, with pages for all their tokens at once.
 //!
 //! The head of the queue is never overtaken. It enters when there is a slot, a token of this step's budget, and pages
-//! for all its tokens while every running request can still grow by one. When it has a strictly better priority than
-//! the last running request, that one is preempted for it.
+//! for all its tokens while every running request can still grow by one. Where that takes room from requests of a
+//! strictly worse priority, they are preempted for it, the last one first.
 
 use super::{Admitted, NewPage, Scheduler};
-use crate::ids::RequestKey;
-use crate::request::{Rank, Request};
+use crate::ids::{PageId, RequestKey};
+use crate::request::Rank;
+use std::collections::{HashMap, HashSet};
 
 /// Prefill tokens of the running requests that rank before a candidate. Candidates come in order of rank, so one
 /// pass over `running` serves them all.
@@ -16,6 +17,25 @@ struct Ahead {
     num_tokens: u32,
 }
 
+/// A waiting request that could be next.
+struct Candidate {
+    key: RequestKey,
+    rank: Rank,
+    /// Pages for all its tokens and what the drafter writes beyond them.
+    num_pages: usize,
+    /// Tokens of the budget that prefills before it take.
+    num_tokens_ahead: u32,
+}
+
+/// The running requests that a candidate would be admitted beside.
+#[derive(Clone, Copy)]
+struct Company {
+    num_running: usize,
+    num_decoding: u32,
+    /// Pages to be had beside the free and idle ones.
+    num_reclaimable: usize,
+}
+
 impl Scheduler {
     pub(super) fn admit_waiting(&mut self) {
         if self.waiting.is_empty() {
@@ -23,32 +43,22 @@ impl Scheduler {
         }
         let mut pages_left = self.config.max_admission_pages();
         let mut ahead = Ahead::default();
-        let mut num_decoding = self.num_decoding();
+        let mut num_decoding = self.count_decoding(self.running.len());
         while let Some(&(rank, key)) = self.waiting.first() {
-            let num_preemptions = self.num_preemptions;
             self.pass(&mut ahead, rank);
             let num_pages = self.pages_for(self.request(key).len() + self.config.extra_positions());
-            let is_budget_spent =
-                num_decoding.saturating_add(ahead.num_tokens) >= self.config.max_num_batched_tokens;
-            if is_budget_spent
-                || num_pages as u64 > pages_left
-                || !self.make_room(rank, key, num_pages)
-            {
+            let candidate = Candidate {
+                key,
+                rank,
+                num_pages,
+                num_tokens_ahead: ahead.num_tokens,
+            };
+            if num_pages as u64 > pages_left || !self.make_room(&candidate, &mut num_decoding) {
                 return;
-            }
-            if self.num_preemptions != num_preemptions {
-                num_decoding = self.num_decoding();
             }
             pages_left -= num_pages as u64;
             self.enter(key, num_pages, ahead.cursor);
         }
-    }
-
-    fn num_decoding(&self) -> u32 {
-        self.running
-            .iter()
-            .filter(|&&key| self.request(key).is_decoding)
-            .count() as u32
     }
 
     /// Moves the cursor to the first running request behind `rank`.
@@ -66,30 +76,46 @@ impl Scheduler {
         }
     }
 
-    /// Whether there is a slot and pages for a candidate, preempting requests of worse priority if that helps. Leaves
-    /// the candidate's cached prefix in `found`.
-    fn make_room(&mut self, rank: Rank, key: RequestKey, num_pages: usize) -> bool {
-        let max_running = self.config.max_running() as usize;
-        let is_worse = |last: &Request| last.rank.priority > rank.priority;
-        if self.running.len() >= max_running
-            && !self
-                .running
-                .last()
-                .is_some_and(|&key| is_worse(self.request(key)))
+    /// Whether there is room for a candidate, preempting requests of worse priority if that makes it. Leaves the
+    /// candidate's cached prefix in `found`.
+    fn make_room(&mut self, candidate: &Candidate, num_decoding: &mut u32) -> bool {
+        let num_running = self.running.len();
+        let num_staying = self
+            .running
+            .partition_point(|&key| self.request(key).rank.priority <= candidate.rank.priority);
+        if num_staying == num_running && !self.has_place(candidate, num_running, *num_decoding) {
+            return false;
+        }
+        self.find_prefix(candidate.key);
+        let company = Company {
+            num_running,
+            num_decoding: *num_decoding,
+            num_reclaimable: 0,
+        };
+        if self.fits(candidate, company) {
+            return true;
+        }
+        if num_staying == num_running
+            || !self.fits(candidate, self.company_after_preempting(num_staying))
         {
             return false;
         }
-        self.find_prefix(key);
-        if !self.could_fit(rank, num_pages) {
-            return false;
-        }
-        while self.running.len() >= max_running || !self.fits(num_pages, 0, self.running.len()) {
-            match self.running.last() {
-                Some(&last) if is_worse(self.request(last)) => self.preempt_last(),
-                _ => return false,
+        loop {
+            self.preempt_last();
+            let num_running = self.running.len();
+            *num_decoding = self.count_decoding(num_running);
+            let company = Company {
+                num_running,
+                num_decoding: *num_decoding,
+                num_reclaimable: 0,
+            };
+            if self.fits(candidate, company) {
+                return true;
+            }
+            if num_running <= num_staying {
+                return false;
             }
         }
-        true
     }
 
     fn find_prefix(&mut self, key: RequestKey) {
@@ -101,35 +127,59 @@ impl Scheduler {
             .find(&mut request.chain, salt, &request.tokens, &mut self.found);
     }
 
-    /// Whether preempting every request of worse priority would make room for the pages.
-    fn could_fit(&self, rank: Rank, num_pages: usize) -> bool {
-        let pool = self.cache.pool();
-        let (mut reclaimable, mut num_staying) = (0, self.running.len());
-        for &key in self.running.iter().rev() {
-            let request = self.request(key);
-            if request.rank.priority <= rank.priority {
-                break;
-            }
-            num_staying -= 1;
-            reclaimable += request
-                .pages
-                .iter()
-                .filter(|page| pool.ref_count(page.id()) == 1)
-                .count();
-        }
-        self.fits(num_pages, reclaimable, num_staying)
+    fn count_decoding(&self, num_running: usize) -> u32 {
+        self.running[..num_running]
+            .iter()
+            .filter(|&&key| self.request(key).is_decoding)
+            .count() as u32
     }
 
-    /// Whether `num_pages` pages, less the found prefix, are there, and one more for each of `num_running` requests.
-    fn fits(&self, num_pages: usize, reclaimable: usize, num_running: usize) -> bool {
+    /// What remains when all but the first `num_staying` running requests are preempted.
+    fn company_after_preempting(&self, num_staying: usize) -> Company {
+        let pool = self.cache.pool();
+        let found: HashSet<PageId> = self.found.iter().copied().collect();
+        let mut num_shares: HashMap<PageId, u32> = HashMap::new();
+        let mut num_reclaimable = 0;
+        for &key in &self.running[num_staying..] {
+            for id in self
+                .request(key)
+                .pages
+                .iter()
+                .map(|page| page.id())
+                .filter(|id| !found.contains(id))
+            {
+                let num_held = num_shares.entry(id).or_default();
+                *num_held += 1;
+                num_reclaimable += usize::from(*num_held == pool.ref_count(id));
+            }
+        }
+        Company {
+            num_running: num_staying,
+            num_decoding: self.count_decoding(num_staying),
+            num_reclaimable,
+        }
+    }
+
+    /// Whether a slot and a token of the budget are there.
+    fn has_place(&self, candidate: &Candidate, num_running: usize, num_decoding: u32) -> bool {
+        num_running < self.config.max_running() as usize
+            && num_decoding.saturating_add(candidate.num_tokens_ahead)
+                < self.config.max_num_batched_tokens
+    }
+
+    /// Whether a slot, a token of the budget, and pages are there: the candidate's, less the found prefix, and one
+    /// for each request that runs beside it.
+    fn fits(&self, candidate: &Candidate, company: Company) -> bool {
         let pool = self.cache.pool();
         let num_idle_found = self
             .found
             .iter()
             .filter(|&&id| pool.ref_count(id) == 0)
             .count();
-        let num_taken = num_pages - self.found.len() + num_idle_found;
-        num_taken + num_running <= self.cache.num_available() as usize + reclaimable
+        let num_taken = candidate.num_pages - self.found.len() + num_idle_found;
+        let num_available = self.cache.num_available() as usize + company.num_reclaimable;
+        self.has_place(candidate, company.num_running, company.num_decoding)
+            && num_taken + company.num_running <= num_available
     }
 
     /// Puts a waiting request into a slot, at place `at` of the running ones.

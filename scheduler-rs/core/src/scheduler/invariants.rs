@@ -50,11 +50,6 @@ impl Scheduler {
                 "page {} counts {held} references, requests hold {count}",
                 id.0
             );
-            ensure!(
-                count <= 1 || pool.is_retained(id),
-                "page {} has {count} owners outside the prefix index",
-                id.0
-            );
         }
         let num_used = owners.iter().filter(|&&count| count > 0).count() as u32;
         let (num_free, num_idle) = (pool.num_free(), pool.num_idle());
