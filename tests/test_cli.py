@@ -17,7 +17,18 @@ from sonar_engine.config import EngineConfig
 from sonar_engine.errors import StaleStepError
 from sonar_engine.server.config import ServerConfig
 
-SMALL = ["--max-model-len", "256", "--kv-cache-tokens", "2048", "--dtype", "fp32", "--device", "cpu"]
+SMALL = [
+    "--max-model-len",
+    "256",
+    "--kv-cache-tokens",
+    "2048",
+    "--dtype",
+    "fp32",
+    "--device",
+    "cpu",
+    "--num-threads",
+    "1",
+]
 
 
 class Sonar:
