@@ -214,6 +214,16 @@ def test_a_folder_or_a_gguf_file_is_taken_as_it_is(cache: Path, tmp_path: Path) 
     assert resolve_model(str(file)).kind == "gguf"
 
 
+def test_a_known_name_wins_over_a_folder_of_that_name(
+    tiny: KnownModel, quick: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("tiny").kind == "gguf"
+    assert resolve_model("./tiny").kind == "hf"
+
+
 def test_a_folder_with_one_gguf_file_means_that_file(cache: Path, tmp_path: Path) -> None:
     folder = tmp_path / "ggufs"
     folder.mkdir()

@@ -171,6 +171,17 @@ def test_named_templates_are_chosen_by_the_request(tmp_path: Path) -> None:
     assert tokenizer.render_chat(CHAT, tools=[{"type": "function"}]) == "1 tools"
 
 
+def test_a_vocabulary_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
+    raw = json.loads(make_tokenizer().backend_tokenizer.to_str())
+    (tmp_path / "vocab.json").write_text(json.dumps(raw["model"]["vocab"]))
+    lines = ["#version: 0.2", *(" ".join(pair) for pair in raw["model"]["merges"])]
+    (tmp_path / "merges.txt").write_text("\n".join(lines))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    tokenizer = load_tokenizer(ResolvedModel(tmp_path, "hf", "tiny"))
+    assert tokenizer.encode("the cat") == make_tokenizer().encode("the cat")
+    assert tokenizer.eos_token_ids == (0,)
+
+
 def test_a_model_without_a_template_says_so_when_asked_to_chat(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder_with(tmp_path, chat_template=...))
     assert not tokenizer.has_chat_template
@@ -239,6 +250,14 @@ def test_a_byte_level_gguf_tokenizer_equals_the_one_it_was_made_of(tmp_path: Pat
     assert tokenizer.eos_token_ids == (2, 0)
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.render_chat(CHAT) == "Be brief.Hi!Hello <|im_end|>"
+
+
+def test_a_gguf_file_may_hold_a_template_for_tools(tmp_path: Path) -> None:
+    tokenizer = from_fields(tmp_path, byte_level_fields(**{"tokenizer.chat_template.tool_use": "with tools"}))
+    assert tokenizer.render_chat(CHAT, tools=[{"type": "function"}]) == "with tools"
+    assert tokenizer.render_chat(CHAT).startswith("Be brief.")
+    without = from_fields(tmp_path, byte_level_fields(**{"tokenizer.chat_template": None}))
+    assert not without.has_chat_template
 
 
 def qwen_reference(fields: dict[str, Any]) -> PreTrainedTokenizerFast:

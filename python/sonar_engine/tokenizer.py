@@ -138,23 +138,26 @@ def _from_gguf(path: Path) -> Tokenizer:
         index = metadata.get(f"tokenizer.ggml.{_GGUF_NAMES[name]}_token_id")
         if isinstance(index, int) and 0 <= index < len(tokens):
             special[f"{name}_token"] = tokens[index]
-    template = metadata.get("tokenizer.chat_template")
-    return Tokenizer(
-        raw,
-        special_tokens=special,
-        eos_token_ids=gguf_eos_ids(metadata, len(tokens)),
-        chat_template=template if isinstance(template, str) else None,
-    )
+    eos_ids = gguf_eos_ids(metadata, len(tokens))
+    return Tokenizer(raw, special_tokens=special, eos_token_ids=eos_ids, chat_template=_templates_of_gguf(metadata))
+
+
+def _templates_of_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The default template and the named ones (`tokenizer.chat_template.tool_use`)."""
+    prefix = "tokenizer.chat_template"
+    found = {key: text for key, text in metadata.items() if key.startswith(prefix) and isinstance(text, str)}
+    return {key[len(prefix) + 1 :] or "default": text for key, text in found.items()}
 
 
 def _from_folder(folder: Path) -> Tokenizer:
     config = _optional_json(folder / "tokenizer_config.json")
+    raw, defaults = _raw_of_folder(folder)
+    named = {**defaults, **_optional_json(folder / "special_tokens_map.json"), **config}
     special = {
         f"{name}_token": text
         for name in _SPECIAL_NAMES
-        if (text := _token_text(config.get(f"{name}_token"))) is not None
+        if (text := _token_text(named.get(f"{name}_token"))) is not None
     }
-    raw = _raw_of_folder(folder)
     eos_ids: list[int] = []
     for file in ("generation_config.json", "config.json"):
         value = _optional_json(folder / file).get("eos_token_id")
@@ -164,11 +167,12 @@ def _from_folder(folder: Path) -> Tokenizer:
     )
 
 
-def _raw_of_folder(folder: Path) -> tokenizers.Tokenizer:
+def _raw_of_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer, and the special tokens that its class has by default (for older formats alone)."""
     path = folder / "tokenizer.json"
     if path.exists():
         try:
-            return tokenizers.Tokenizer.from_file(str(path))
+            return tokenizers.Tokenizer.from_file(str(path)), {}
         except Exception as error:  # `tokenizers` raises bare Exception
             raise ModelLoadError(f"{path} is damaged or of an unknown version: {error}; fetch it again") from None
     if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tekken.json")):
@@ -176,7 +180,8 @@ def _raw_of_folder(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+        converted = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return converted.backend_tokenizer, dict(converted.special_tokens_map)
     except Exception as error:  # converters raise what they like
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(

@@ -89,7 +89,8 @@ class GgufFile:
 
     def _dequantised(self, raw: np.ndarray, tensor: GgufTensor) -> np.ndarray:
         try:
-            return (QUICK.get(tensor.quantisation) or partial(dequantize, qtype=tensor.quantisation))(raw)
+            with np.errstate(all="ignore"):  # a scale may be infinite in a damaged file
+                return (QUICK.get(tensor.quantisation) or partial(dequantize, qtype=tensor.quantisation))(raw)
         except NotImplementedError:
             raise ModelLoadError(
                 f"{self.path}: tensor {tensor.name!r} is of type {tensor.quantisation.name}, which is not supported"

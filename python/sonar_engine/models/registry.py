@@ -86,9 +86,10 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 def resolve_model(name: str, progress: PullProgress | None = None, *, verify: bool = False) -> ResolvedModel:
     """Finds the model `name`: a known name (fetched on first use), a folder, a .gguf file, or a hub id owner/name.
 
+    A known name comes first; a folder of that name is `./name`.
     `verify` checks the cached file's hash as well as its size. Raises ModelLoadError, in one line, with a way out.
     """
-    if name in KNOWN_MODELS and not Path(name).exists():
+    if name in KNOWN_MODELS:
         return ResolvedModel(pull(name, progress, verify=verify), "gguf", name)
     path = Path(name).expanduser()
     if path.exists():
