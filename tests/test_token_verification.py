@@ -12,7 +12,6 @@ import pytest
 import torch
 from sampling_batches import sampled_batch, sampling_state
 from sonar_engine.drafters.base import Draft
-from sonar_engine.sampling.state import SEED_HI, SEED_LO
 from sonar_engine.types import SamplingParams
 from sonar_engine.verification.token import Verifier
 from sonar_kernels.accept import TokenRule, accept_torch
@@ -275,12 +274,11 @@ def first_three_tokens(params: SamplingParams, with_probs: bool, runs: int = 200
     random = torch.Generator().manual_seed(11)
     counts = np.zeros(vocab_size**3, np.int64)
     state = sampling_state([params], vocab_size, max_num_seqs=chunk)
-    for tensor in (state.floats, state.ints):
-        tensor[1:] = tensor[0]
-    state.uses[:] = state.uses[0]
-    state.top_k[:] = state.top_k[0]
+    for setting in (state.inv_temperature, state.top_p, state.log_min_p, state.top_k, state.uses, state.host_top_k):
+        setting[:] = setting[0]
     for _ in range(runs // chunk):
-        state.ints[:, [SEED_LO, SEED_HI]] = torch.randint(-(1 << 31), 1 << 31, (chunk, 2), generator=random).to(INT32)
+        for words in (state.seed_lo, state.seed_hi):
+            words[:] = torch.randint(-(1 << 31), 1 << 31, (chunk,), generator=random)
         outputs = torch.zeros((chunk, 6), dtype=torch.int64)  # column 0: the prompt's last token
         lengths = torch.zeros(chunk, dtype=torch.int64)
         while (lengths < 3).any():

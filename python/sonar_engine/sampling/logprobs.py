@@ -46,7 +46,7 @@ def compute(raw: RawLogits, rows: SampleRows, verdict: Verdict) -> LogprobTensor
     log_total = raw.logits.logsumexp(dim=1, keepdim=True)
     chosen = raw.logits.gather(1, tokens)
     top = raw.logits.topk(raw.width, dim=1)
-    num_rows = rows.reqs.shape[0]
+    num_rows = rows.uses.shape[0]
     return LogprobTensors(
         logprobs=_spread((chosen - log_total)[:, 0], raw.index, num_rows),
         ranks=_spread(((raw.logits > chosen).sum(dim=1) + 1).to(torch.int32), raw.index, num_rows),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sonar_engine.sampling import state as s
-from sonar_engine.sampling.cuts import cut_min_p, cut_top
+from sonar_engine.sampling.cuts import TopLimits, cut_min_p, cut_top
 from sonar_engine.sampling.state import SampleRows, SamplingState
 
 
@@ -25,7 +25,7 @@ def process(
         _forbid_early_ends(logits, rows, state)
     if rows.all_uses & s.BIAS:
         _add_bias(logits, rows, state)
-    if rows.all_uses & s.PENALTIES:
+    if rows.all_uses & s.COUNTED:
         _penalise(logits, rows, state, draft_tokens)
     if rows.all_uses & s.MIN_P:
         _cut_min_p(logits, rows, state)
@@ -49,7 +49,7 @@ def _forbid(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> Non
 def _forbid_early_ends(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
     """Ends are forbidden exactly where the output position is below min_tokens, row by row."""
     index, slots = _asking(logits, rows, s.MIN_TOKENS)
-    early = rows.positions[index] < state.ints[rows.slots[index], s.MIN_NUM_TOKENS]
+    early = rows.positions[index] < state.min_tokens[rows.slots[index]]
     mask = state.ends.rows[state.ends.index_of(slots)] & early[:, None]
     logits[index] = logits[index].masked_fill_(mask, -torch.inf)
 
@@ -66,36 +66,33 @@ def _penalise(logits: torch.Tensor, rows: SampleRows, state: SamplingState, draf
 
     The output at a row after i drafts includes those drafts: the row only matters if they are accepted.
     """
-    index, slots = _asking(logits, rows, s.PENALTIES)
-    counts = state.output_counts.rows[state.output_counts.index_of(slots)]  # a copy [n, V]
+    index, host_slots = _asking(logits, rows, s.COUNTED)
+    slots = rows.slots[index]
+    counts = state.output_counts.rows[state.output_counts.index_of(host_slots)]  # a copy [n, V]
     if draft_tokens is not None and draft_tokens.numel():
         drafts = draft_tokens[rows.reqs[index].clamp(max=draft_tokens.shape[0] - 1)].long()
         before = torch.arange(drafts.shape[1], device=logits.device) < rows.offsets[index, None]
-        counts.scatter_add_(1, drafts.clamp_(min=0), before.to(torch.int32))
-    floats = state.floats[rows.slots[index]]
-    seen = counts > 0
-    repeated = seen | state.in_prompt.rows[state.in_prompt.index_of(slots)]
-    penalty = torch.where(repeated, floats[:, s.REPETITION, None], 1.0)
+        counts.scatter_add_(1, drafts.clamp_(min=0), before.to(counts.dtype))
     chosen = logits[index]
-    chosen = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
-    chosen -= floats[:, s.FREQUENCY, None] * counts
-    chosen -= floats[:, s.PRESENCE, None] * seen
+    if rows.all_uses & s.REPETITION:
+        seen = counts > 0
+        seen |= state.in_prompt.rows[state.in_prompt.index_of(host_slots)]
+        penalty = torch.where(seen, state.repetition[slots, None], 1.0)
+        chosen = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+    if rows.all_uses & s.PENALTIES:
+        chosen.addcmul_(counts, state.frequency[slots, None], value=-1)
+        chosen.addcmul_(counts.clamp_(max=1), state.presence[slots, None], value=-1)
     logits[index] = chosen
 
 
 def _cut_min_p(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
     index, _ = _asking(logits, rows, s.MIN_P)
-    floats = state.floats[rows.slots[index]]
-    chosen = logits[index]
-    kept = cut_min_p(chosen * floats[:, s.INV_TEMPERATURE, None], floats[:, s.LOG_MIN_P])
-    logits[index] = chosen.masked_fill_(torch.isneginf(kept), -torch.inf)
+    slots = rows.slots[index]
+    logits[index] = cut_min_p(logits[index], state.inv_temperature[slots], state.log_min_p[slots])
 
 
 def _cut_top(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
-    index, slots = _asking(logits, rows, s.TOP)
-    floats = state.floats[rows.slots[index]]
-    top_k = state.ints[rows.slots[index], s.TOP_K]
-    chosen = logits[index]
-    scaled = chosen * floats[:, s.INV_TEMPERATURE, None]
-    kept = cut_top(scaled, top_k, floats[:, s.TOP_P], int(state.top_k[slots].max()))
-    logits[index] = chosen.masked_fill_(torch.isneginf(kept), -torch.inf)
+    index, host_slots = _asking(logits, rows, s.TOP)
+    slots = rows.slots[index]
+    ask = TopLimits(state.inv_temperature[slots], state.top_k[slots], state.top_p[slots])
+    logits[index] = cut_top(logits[index], ask, int(state.host_top_k[host_slots].max()))

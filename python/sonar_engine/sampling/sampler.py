@@ -5,11 +5,38 @@ from __future__ import annotations
 import torch
 from sonar_kernels import gumbel_argmax
 
+from sonar_engine._scheduler import CpuKernels
 from sonar_engine.sampling.state import SAMPLED, SampleRows
 
 
-def sample(logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
-    """Processed logits fp32 [S, V] -> int32 [S]: argmax if greedy, else a draw from softmax(logits / temperature)."""
-    if not rows.all_uses & SAMPLED:
-        return logits.argmax(dim=1).to(torch.int32)
-    return gumbel_argmax(logits, rows.inv_temperature, rows.seeds.lo, rows.seeds.hi, rows.positions)
+class Sampler:
+    """Draws by Gumbel-max with counter-based coins: in Rust on the CPU, in Triton on a GPU.
+
+    Both equal `sonar_kernels.gumbel.gumbel_argmax_torch` but for near-ties, where their logarithms round differently.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_cpu = device.type == "cpu"
+        self._cpu_kernels = CpuKernels(torch.get_num_threads(), False) if on_cpu else None
+
+    def sample(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+        """Processed logits fp32 [S, V] -> int32 [S]: argmax if greedy, else a draw from softmax(logits / temperature).
+
+        The lowest id wins ties.
+        """
+        greedy = not rows.all_uses & SAMPLED
+        if self._cpu_kernels is None:
+            if greedy:
+                return logits.argmax(dim=1).to(torch.int32)
+            return gumbel_argmax(logits, rows.inv_temperature, rows.seeds.lo, rows.seeds.hi, rows.positions)
+        if greedy:  # the rest is not read
+            vectors = [torch.zeros(logits.shape[0])] * 4
+        else:
+            vectors = [rows.inv_temperature, rows.seeds.lo, rows.seeds.hi, rows.positions.contiguous()]
+        logits = logits.float().contiguous()
+        tokens = torch.empty(logits.shape[0], dtype=torch.int32)
+        addresses = [vector.data_ptr() for vector in vectors]
+        self._cpu_kernels.gumbel_argmax(
+            *logits.shape, logits.data_ptr(), logits.stride(0), *addresses, tokens.data_ptr()
+        )
+        return tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,33 +21,73 @@ SEEDED = 1 << 1  # the user gave the seed
 FORBIDDEN = 1 << 2  # allowed or banned ids
 MIN_TOKENS = 1 << 3
 BIAS = 1 << 4
-PENALTIES = 1 << 5
-MIN_P = 1 << 6
-TOP = 1 << 7  # top-k or top-p
-LOGPROBS = 1 << 8
+REPETITION = 1 << 5
+PENALTIES = 1 << 6  # presence or frequency
+MIN_P = 1 << 7
+TOP = 1 << 8  # top-k or top-p
+LOGPROBS = 1 << 9
+COUNTED = REPETITION | PENALTIES  # what needs the history
+_INT32_MAX = (1 << 31) - 1
 
-# Columns of `SamplingState.floats` and `SamplingState.ints`.
-INV_TEMPERATURE, TOP_P, LOG_MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
-TOP_K, SEED_LO, SEED_HI, MIN_NUM_TOKENS = range(4)
 
-
-@dataclass(frozen=True)
 class SampleRows:
-    """The sampled rows of one batch, S of them: row s decides the output token at `positions[s]` of its request."""
+    """The sampled rows of one batch, S of them: row s decides the output token at `positions[s]` of its request.
 
-    slots: torch.Tensor  # int64 [S]
-    reqs: torch.Tensor  # int64 [S] batch row
-    offsets: torch.Tensor  # int64 [S] 0 for a request's first row, i for the one after its i-th draft
-    positions: torch.Tensor  # int32 [S]
-    inv_temperature: torch.Tensor  # fp32 [S], 0 = greedy
-    seeds: Seeds  # [S]
-    host_slots: np.ndarray  # int32 [S]
-    uses: np.ndarray  # uint16 [S]
-    all_uses: int  # the union
+    Device tensors are made when they are first asked for, so that a plain batch pays for little.
+    """
+
+    def __init__(self, batch: BatchMetadata, state: SamplingState) -> None:
+        self._batch = batch
+        self._state = state
+        # Row s is request s: every request samples one row.
+        self._one_each = batch.num_sample_rows == batch.num_reqs and batch.max_draft_tokens == 0
+        slots = batch.host["slots"]
+        self.host_slots: np.ndarray = slots if self._one_each else slots[batch.host["sample_reqs"]]  # int32 [S]
+        self.uses: np.ndarray = state.uses[self.host_slots]  # uint16 [S]
+        self.all_uses = int(np.bitwise_or.reduce(self.uses, initial=0))
 
     def that_use(self, bits: int) -> np.ndarray:
         """Indices of the rows that use any of `bits`, int64, ascending."""
         return np.flatnonzero(self.uses & bits)
+
+    @cached_property
+    def reqs(self) -> torch.Tensor:
+        """int32 [S], batch rows."""
+        return self._batch.sample_reqs
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """int32 [S]."""
+        return self._of_reqs(self._batch.slots)
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """int32 [S], 0 for a request's first row, i for the one after its i-th draft."""
+        count = self._batch.num_sample_rows
+        return torch.arange(count, dtype=torch.int32, device=self.reqs.device) - self._of_reqs(
+            self._batch.sample_indptr
+        )
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int32 [S], output positions."""
+        return self._batch.output_pos if self._one_each else self._of_reqs(self._batch.output_pos) + self.offsets
+
+    @cached_property
+    def inv_temperature(self) -> torch.Tensor:
+        """fp32 [S], 0 = greedy."""
+        return self._state.inv_temperature.index_select(0, self.slots)
+
+    @cached_property
+    def seeds(self) -> Seeds:
+        """[S] each."""
+        return Seeds(self._state.seed_lo.index_select(0, self.slots), self._state.seed_hi.index_select(0, self.slots))
+
+    def _of_reqs(self, per_request: torch.Tensor) -> torch.Tensor:
+        """[R, or more] -> [S]."""
+        if self._one_each:
+            return per_request[: self._batch.num_reqs]
+        return per_request.index_select(0, self.reqs)
 
 
 class SamplingState:
@@ -63,19 +103,23 @@ class SamplingState:
         device = torch.device(device)
         self.vocab_size = vocab_size
         self.device = device
-        self.floats = torch.zeros((max_num_seqs, 6), dtype=torch.float32, device=device)
-        self.ints = torch.zeros((max_num_seqs, 4), dtype=torch.int32, device=device)
+        self._floats = torch.zeros((6, max_num_seqs), dtype=torch.float32, device=device)
+        self.inv_temperature, self.top_p, self.log_min_p = self._floats[:3]
+        self.repetition, self.presence, self.frequency = self._floats[3:]
+        self._ints = torch.zeros((4, max_num_seqs), dtype=torch.int32, device=device)
+        self.top_k, self.seed_lo, self.seed_hi, self.min_tokens = self._ints  # top_k: vocab_size when off
         self.uses = np.zeros(max_num_seqs, np.uint16)
-        self.top_k = np.zeros(max_num_seqs, np.int64)  # vocab_size when off
+        self.host_top_k = np.zeros(max_num_seqs, np.int64)
         self.num_logprobs = np.zeros(max_num_seqs, np.int64)
         self.forbidden = RowPool(max_num_seqs, vocab_size, torch.bool, device)
         self.ends = RowPool(max_num_seqs, vocab_size, torch.bool, device)  # forbidden below min_tokens
         self.bias_ids = RowPool(max_num_seqs, MAX_LOGIT_BIAS, torch.int64, device)
         self.bias_values = RowPool(max_num_seqs, MAX_LOGIT_BIAS, torch.float32, device)
         self.in_prompt = RowPool(max_num_seqs, vocab_size, torch.bool, device)
-        self.output_counts = RowPool(max_num_seqs, vocab_size, torch.int32, device)
+        self.output_counts = RowPool(max_num_seqs, vocab_size, torch.float32, device)  # exact to 2**24
         self._eos_token_ids = list(eos_token_ids)
 
+    @torch.inference_mode()
     def admit(
         self, slot: int, params: SamplingParams, prompt_ids: np.ndarray, output_ids: np.ndarray, params_seed: int
     ) -> None:
@@ -89,10 +133,11 @@ class SamplingState:
         inv_temperature = 1 / params.temperature if params.temperature > 0 else 0.0
         log_min_p = float(np.log(params.min_p)) if params.min_p > 0 else -np.inf
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        self.floats[slot] = torch.tensor([inv_temperature, params.top_p, log_min_p, *penalties])
-        self.ints[slot] = torch.tensor([top_k, seed_lo, seed_hi, params.min_tokens], dtype=torch.int32)
+        min_tokens = min(params.min_tokens, _INT32_MAX)
+        self._floats[:, slot] = torch.tensor([inv_temperature, params.top_p, log_min_p, *penalties])
+        self._ints[:, slot] = torch.tensor([top_k, seed_lo, seed_hi, min_tokens], dtype=torch.int32)
         self.uses[slot] = _uses(params)
-        self.top_k[slot] = top_k
+        self.host_top_k[slot] = top_k
         self.num_logprobs[slot] = params.logprobs or 0
         self._admit_masks(slot, params)
         self._admit_bias(slot, params.logit_bias or {})
@@ -120,9 +165,9 @@ class SamplingState:
     def _admit_history(self, slot: int, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
         self.in_prompt.give_back(slot)
         self.output_counts.give_back(slot)
-        if self.uses[slot] & PENALTIES:
+        if self.uses[slot] & COUNTED:
             self.in_prompt.lend(slot)[self._ids(prompt_ids)] = True
-            counts = np.bincount(output_ids, minlength=self.vocab_size).astype(np.int32)
+            counts = np.bincount(output_ids, minlength=self.vocab_size).astype(np.float32)
             self.output_counts.lend(slot).copy_(torch.from_numpy(counts))
 
     def _ids(self, ids: Sequence[int] | np.ndarray) -> torch.Tensor:
@@ -130,28 +175,13 @@ class SamplingState:
 
     def rows(self, batch: BatchMetadata) -> SampleRows:
         """The sampled rows of `batch` with their settings."""
-        host_slots = batch.host["slots"][batch.host["sample_reqs"]]
-        uses = self.uses[host_slots]
-        reqs = batch.sample_reqs.long()
-        slots = batch.slots[reqs].long()
-        offsets = torch.arange(reqs.shape[0], device=self.device) - batch.sample_indptr[reqs]
-        ints = self.ints[slots]
-        return SampleRows(
-            slots=slots,
-            reqs=reqs,
-            offsets=offsets,
-            positions=batch.output_pos[reqs] + offsets.to(torch.int32),
-            inv_temperature=self.floats[slots, INV_TEMPERATURE],
-            seeds=Seeds(ints[:, SEED_LO], ints[:, SEED_HI]),
-            host_slots=host_slots,
-            uses=uses,
-            all_uses=int(np.bitwise_or.reduce(uses, initial=0)),
-        )
+        return SampleRows(batch, self)
 
+    @torch.inference_mode()
     def observe(self, batch: BatchMetadata, verdict: Verdict) -> None:
         """Counts what the step emitted, for the requests with penalties."""
         host_slots = batch.host["slots"]
-        asking = np.flatnonzero(self.uses[host_slots] & PENALTIES)
+        asking = np.flatnonzero(self.uses[host_slots] & COUNTED)
         if asking.size == 0:
             return
         index = torch.from_numpy(asking).to(self.device)
@@ -159,11 +189,10 @@ class SamplingState:
         emitted = torch.arange(tokens.shape[1], device=self.device) < verdict.num_emitted[index, None]
         places = self.output_counts.index_of(host_slots[asking])[:, None] * self.vocab_size + tokens
         counts = self.output_counts.rows.view(-1)
-        counts.scatter_add_(0, places.flatten(), emitted.to(torch.int32).flatten())
+        counts.scatter_add_(0, places.flatten(), emitted.to(counts.dtype).flatten())
 
 
 def _uses(params: SamplingParams) -> int:
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     sampled = params.temperature > 0  # below, no cut removes the argmax, so greedy rows need none
     return (
         SAMPLED * sampled
@@ -171,7 +200,8 @@ def _uses(params: SamplingParams) -> int:
         | FORBIDDEN * (params.allowed_token_ids is not None or bool(params.banned_token_ids))
         | MIN_TOKENS * (params.min_tokens > 0)
         | BIAS * bool(params.logit_bias)
-        | PENALTIES * (penalties != (1, 0, 0))
+        | REPETITION * (params.repetition_penalty != 1)
+        | PENALTIES * (params.presence_penalty != 0 or params.frequency_penalty != 0)
         | MIN_P * (sampled and params.min_p > 0)
         | TOP * (sampled and (params.top_k > 0 or params.top_p < 1))
         | LOGPROBS * (params.logprobs is not None)

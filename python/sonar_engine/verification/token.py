@@ -16,9 +16,10 @@ import torch
 from sonar_kernels import TokenRule, accept
 
 from sonar_engine.drafters.base import Draft, Verdict
-from sonar_engine.sampling import logprobs, processors, sampler
+from sonar_engine.sampling import logprobs, processors
 from sonar_engine.sampling.coins import RECOVER, accept_coins
 from sonar_engine.sampling.logprobs import LogprobTensors
+from sonar_engine.sampling.sampler import Sampler
 from sonar_engine.sampling.state import SAMPLED, SEEDED, SampleRows, SamplingState
 from sonar_engine.step_buffers import BatchMetadata
 
@@ -28,7 +29,9 @@ class Verifier:
 
     def __init__(self, state: SamplingState) -> None:
         self._state = state
+        self._sampler = Sampler(state.device)
 
+    @torch.inference_mode()
     def verify(
         self, logits: torch.Tensor, batch: BatchMetadata, draft: Draft | None
     ) -> tuple[Verdict, LogprobTensors | None]:
@@ -41,7 +44,7 @@ class Verifier:
         raw = logprobs.keep_raw(logits, rows, self._state)
         draft_tokens = draft.tokens[:, : batch.max_draft_tokens] if draft and batch.max_draft_tokens else None
         processors.process(logits, rows, self._state, draft_tokens)
-        target_tokens = sampler.sample(logits, rows)
+        target_tokens = self._sampler.sample(logits, rows)
         if draft is None or draft_tokens is None:
             verdict = _without_drafts(target_tokens, batch)
         else:
