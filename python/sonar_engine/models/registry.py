@@ -7,13 +7,13 @@ whatever index and proxy its pip is configured for. They are cached under SONAR_
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sonar_engine.config_loader import cache_folder
 from sonar_engine.errors import ModelLoadError
 
 PullProgress = Callable[[int, int], None]  # (bytes fetched, bytes in all)
@@ -76,11 +76,6 @@ class ModelStatus:
     cached: bool
     path: Path
     size_bytes: int
-
-
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """SONAR_CACHE, else ~/.cache/sonar."""
-    return Path(environ.get("SONAR_CACHE") or Path.home() / ".cache" / "sonar").expanduser()
 
 
 def resolve_model(name: str, progress: PullProgress | None = None, *, verify: bool = False) -> ResolvedModel:
@@ -152,7 +147,7 @@ def _local(path: Path, name: str) -> ResolvedModel:
         if path.suffix != ".gguf":
             raise ModelLoadError(f"model {name!r} is a file that does not end in .gguf; {_ways()}")
         return ResolvedModel(path, "gguf", name)
-    if (path / "config.json").exists():
+    if (path / "config.json").exists() or (path / "tokenizer.json").exists():  # the latter: a tokenizer alone
         return ResolvedModel(path, "hf", name)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
