@@ -113,7 +113,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     drafter: str
     num_speculative_tokens: int
     version: str
-    generation_defaults: dict[str, float] = {}  # the model's own sampling values, where a request gives none
+    generation_defaults: dict[str, int | float] = {}  # the model's own sampling values, where a request gives none
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
