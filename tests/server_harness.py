@@ -122,7 +122,7 @@ from sonar_engine.testing.fake_engine import FACTORY
 
 engine = EngineConfig.model_validate_json(sys.argv[1])
 server = ServerConfig.model_validate_json(sys.argv[2])
-sys.exit(run_server(engine, server, FACTORY, lambda config: (byte_tokenizer(), {})))
+sys.exit(run_server(engine, server, FACTORY, lambda config: byte_tokenizer()))
 """
 
 

@@ -331,6 +331,9 @@ def test_messages_survive_the_wire():
     message = messages.Submit(1, [messages.Sequence(2, b"\0" * 8, params)])
     wire = msgspec.msgpack.encode(message)
     assert msgspec.msgpack.decode(wire, type=messages.ToEngine) == message
+    info = msgspec.structs.replace(build_fake_engine(FakeOptions().config()).info, generation_defaults={"top_k": 5})
+    ready = msgspec.msgpack.decode(msgspec.msgpack.encode(messages.Ready(info)), type=messages.ToFrontEnd)
+    assert isinstance(ready.info.generation_defaults["top_k"], int)
     error = messages.ErrorReport.of(InvalidRequestError("no", "seed", "bad"))
     back = msgspec.msgpack.decode(msgspec.msgpack.encode(messages.Rejected(1, error)), type=messages.ToFrontEnd)
     assert back.error.to_error().param == "seed"

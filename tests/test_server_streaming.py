@@ -139,7 +139,7 @@ async def test_a_whole_answer_under_way_is_500_when_the_engine_fails():
 
 async def test_a_hanging_engine_fails_health_while_its_process_lives():
     async with serving(
-        FakeOptions(hang_after_steps=0), ServerConfig(probe_timeout=0.3), launch=launch_process
+        FakeOptions(hang_after_steps=1), ServerConfig(probe_timeout=0.3), launch=launch_process
     ) as served:
         response = await served.http.get("/health")
         metrics = await served.http.get("/metrics")

@@ -182,6 +182,7 @@ def _build(link: Link, factory: EngineFactory) -> SteppedEngine | None:
         raise ConfigError(f"the first message must be Configure, not {type(first).__name__}")
     config = EngineConfig.model_validate_json(first.config)
     engine = factory(config, lambda stage, done, total: link.send(messages.Progress(stage, done, total)))
+    engine.probe()  # the first step is slow, and a model that cannot run one is not ready
     gc.collect()
     gc.freeze()  # what loading made lives as long as the process
     link.send(messages.Ready(engine.info))

@@ -10,8 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator
 
 import uvicorn
 
@@ -23,38 +22,34 @@ from sonar_engine.server.app import app_of, package_version
 from sonar_engine.server.config import ServerConfig
 from sonar_engine.server.startup import StatsLine, model_lines, options_line
 from sonar_engine.server.state import ServerState
-from sonar_engine.tokenizer import Tokenizer
+from sonar_engine.tokenizer import Tokenizer, load_tokenizer
 
-LoadText = Callable[[EngineConfig], tuple[Tokenizer, Mapping[str, Any]]]
+LoadTokenizer = Callable[[EngineConfig], Tokenizer]
 ABORT_GRACE = 2.0  # seconds for the error events of requests that are given up
 MAX_RESTARTS = 5  # in a row, without a healthy minute between
 
 logger = logging.getLogger("sonar_engine.server")
 
 
-def load_text(config: EngineConfig) -> tuple[Tokenizer, Mapping[str, Any]]:
-    """The tokenizer, and the model's own sampling defaults."""
-    from sonar_engine.models.model_config import ModelConfig
+def tokenizer_of(config: EngineConfig) -> Tokenizer:
+    """The tokenizer of the configured model."""
     from sonar_engine.models.registry import resolve_model
-    from sonar_engine.tokenizer import load_tokenizer
 
-    resolved = resolve_model(config.model)
-    tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else resolved)
-    return tokenizer, ModelConfig.load(resolved.path).generation_defaults
+    return load_tokenizer(resolve_model(config.tokenizer or config.model))
 
 
 def run_server(
     engine_config: EngineConfig,
     server_config: ServerConfig,
     factory: str = DEFAULT_FACTORY,
-    text_loader: LoadText = load_text,
+    tokenizer_loader: LoadTokenizer = tokenizer_of,
 ) -> int:
     """Serve until a signal or the engine's end; the exit code. 0 after a drain.
 
-    Raises ConfigError when the address cannot be listened on. `factory` and `text_loader` stand for the model.
+    Raises ConfigError when the address cannot be listened on. `factory` and `tokenizer_loader` stand for the model.
     """
     configure_logging()
-    return asyncio.run(_Run(engine_config, server_config, factory, text_loader).run())
+    return asyncio.run(_Run(engine_config, server_config, factory, tokenizer_loader).run())
 
 
 def configure_logging() -> None:
@@ -78,11 +73,11 @@ class _Run:
     """One life of the server."""
 
     def __init__(
-        self, engine_config: EngineConfig, server_config: ServerConfig, factory: str, text_loader: LoadText
+        self, engine_config: EngineConfig, server_config: ServerConfig, factory: str, tokenizer_loader: LoadTokenizer
     ) -> None:
         self._engine_config = engine_config
         self._config = server_config
-        self._text_loader = text_loader
+        self._tokenizer_loader = tokenizer_loader
         self._client = EngineClient(
             engine_config,
             factory,
@@ -174,12 +169,13 @@ class _Run:
         from sonar_engine.cli.terminal import progress_bars
 
         with progress_bars() as progress:
-            text = asyncio.create_task(asyncio.to_thread(self._text_loader, self._engine_config))
+            tokenizer = asyncio.create_task(asyncio.to_thread(self._tokenizer_loader, self._engine_config))
             try:
                 info = await self._client.start(progress)
-                self._state.tokenizer, self._state.default_sampling = await text
+                self._state.tokenizer = await tokenizer
             finally:
-                text.cancel()
+                tokenizer.cancel()
+        self._state.default_sampling = info.generation_defaults
         for line in model_lines(info):
             logger.info("%s", line)
         self._state.phase = "ready"
