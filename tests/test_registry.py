@@ -208,6 +208,10 @@ def test_a_folder_or_a_gguf_file_is_taken_as_it_is(cache: Path, tmp_path: Path) 
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     assert resolve_model(str(folder)).kind == "hf"
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    assert resolve_model(str(tokenizer)).kind == "hf"
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     assert resolve_model(str(file)).path == file

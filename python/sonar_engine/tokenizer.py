@@ -161,7 +161,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     eos_ids: list[int] = []
     for file in ("generation_config.json", "config.json"):
         value = _optional_json(folder / file).get("eos_token_id")
-        eos_ids += value if isinstance(value, list) else [] if value is None else [value]
+        eos_ids += [index for index in (value if isinstance(value, list) else [value]) if isinstance(index, int)]
     return Tokenizer(
         raw, special_tokens=special, eos_token_ids=eos_ids, chat_template=_template_of_folder(folder, config)
     )
