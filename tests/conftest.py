@@ -34,6 +34,7 @@ def build_tiny(tiny_folder: Path) -> Iterator[BuildEngine]:
             "dtype": "float32",
             "device": "cpu",
             "batch_invariant": True,
+            "num_threads": 1,
             "max_model_len": 256,
             "max_num_seqs": 16,
             "max_num_batched_tokens": 256,

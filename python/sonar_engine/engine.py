@@ -112,15 +112,19 @@ class Engine:
         step_id = self._plan()
         if step_id is None:
             return self._events_of(self._scheduler.poll())
-        batch = self._buffers.load(step_id)
-        self._admit(batch)
-        self._statistics.lap("plan")
-        draft = self._drafter.propose(batch)
-        self._statistics.lap("draft")
-        hidden, verdict, logprobs = self._verify(batch, draft)
-        self._statistics.lap("verify")
-        self._drafter.ingest(batch, hidden, verdict)
-        self._statistics.lap("ingest")
+        try:
+            batch = self._buffers.load(step_id)
+            self._admit(batch)
+            self._statistics.lap("plan")
+            draft = self._drafter.propose(batch)
+            self._statistics.lap("draft")
+            hidden, verdict, logprobs = self._verify(batch, draft)
+            self._statistics.lap("verify")
+            self._drafter.ingest(batch, hidden, verdict)
+            self._statistics.lap("ingest")
+        except BaseException:  # also Ctrl-C: no request may lose its pages or its place
+            self._scheduler.revert(step_id)
+            raise
         events = self._commit(batch, verdict, logprobs, planned_at)
         self._statistics.lap("commit")
         return events
@@ -302,6 +306,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         drafter=config.speculative.method,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative.method != "none" else 0,
         version=__version__,
+        generation_defaults=dict(runner.config.generation_defaults),
     )
     return Engine(config, runner, tokenizer, info)
 

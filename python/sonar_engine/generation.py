@@ -52,11 +52,9 @@ class Generation:
         if len(each) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts but {len(each)} sampling parameters", param="params")
         parts = [
-            _Sequence(index, self._encode(prompt), own, self._engine, on_text)
+            _Sequence(index, *self._engine.validate(self._encode(prompt), own), self._engine, on_text)
             for index, (prompt, own) in enumerate(zip(prompts, each, strict=True))
         ]
-        for part in parts:
-            self._engine.validate(part.prompt, part.params)
         try:
             waiting = deque(parts)
             while not all(part.done for part in parts):
@@ -94,11 +92,10 @@ class Generation:
         if self._thread is not None:
             self._thread.join()
 
-    def _encode(self, prompt: str | Sequence[int]) -> np.ndarray:
-        ids = self._engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return np.asarray(ids, np.int64)
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        return self._engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
-    def _submit(self, prompt: np.ndarray, params: SamplingParams, sink: Sink) -> int:
+    def _submit(self, prompt: Sequence[int] | np.ndarray, params: SamplingParams, sink: Sink) -> int:
         with self._table:
             if self._closed or self._failure is not None:
                 raise EngineDeadError(f"the engine's loop ended: {self._failure or 'closed'}")

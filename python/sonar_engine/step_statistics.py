@@ -25,7 +25,6 @@ class StepStatistics:
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
         self.step_seconds = dict.fromkeys(STAGES, 0.0)
-        self.device_idle_seconds = 0.0
         self._accepted_exactly = np.zeros(max_draft_tokens + 1, np.int64)  # [i] = verifications that accepted i drafts
         self._mark = 0.0
 
@@ -49,6 +48,11 @@ class StepStatistics:
         self.num_accepted_tokens += int(accepted.sum())
         if len(accepted):
             self._accepted_exactly += np.bincount(accepted, minlength=len(self._accepted_exactly))
+
+    @property
+    def device_idle_seconds(self) -> float:
+        """While the host plans and commits, nothing is queued for the device."""
+        return self.step_seconds["plan"] + self.step_seconds["commit"]
 
     @property
     def accepted_per_pos(self) -> list[int]:
