@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,18 +20,14 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Session:
-    """A started engine and what its model says about sampling."""
+    """A started engine, and requests as its model wants them."""
 
     engine: Engine
-    defaults: Mapping[str, float]  # generation_config.json: temperature, top_p, top_k, ...
 
     def sampling(self, **given: Any) -> SamplingParams:
         """Sampling parameters: what is given (not None), then the model's defaults."""
         chosen = {key: value for key, value in given.items() if value is not None}
-        defaults = {key: value for key, value in self.defaults.items() if key in SamplingParams.__struct_fields__}
-        if "top_k" in defaults:
-            defaults["top_k"] = int(defaults["top_k"])
-        return SamplingParams(**{**defaults, **chosen})
+        return SamplingParams(**{**self.engine.info.generation_defaults, **chosen})
 
     def encode(self, prompt: str | Messages) -> list[int]:
         """A text as it stands, or messages through the model's chat template."""
@@ -52,9 +48,9 @@ def open_session(config: EngineConfig, lines_without_terminal: bool = False) -> 
 
     with progress_bars(lines_without_terminal) as progress:
         resolved = resolve_model(config.model, partial(progress, f"Fetching {config.model}"))
-        defaults = ModelConfig.load(resolved.path).generation_defaults
+        ModelConfig.load(resolved.path)  # a model that cannot be served is named before its tokenizer is looked for
         engine = build_engine(config, progress)
     try:
-        yield Session(engine, defaults)
+        yield Session(engine)
     finally:
         engine.close()
