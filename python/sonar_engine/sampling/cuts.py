@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-_FIRST_WIDTH = 512  # top entries looked at before sorting whole rows, where looking costs no device sync
+_WIDTHS = (64, 1024)  # top entries looked at before sorting whole rows
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,33 @@ def cut_top(logits: torch.Tensor, limits: TopLimits, max_top_k: int) -> torch.Te
 
 
 def _threshold(logits: torch.Tensor, limits: TopLimits, max_top_k: int) -> torch.Tensor:
-    """The least logit that is kept, [N, 1]."""
+    """The least logit that is kept, [N, 1]: from the few largest where they can tell, else from the sorted row."""
     vocab_size = logits.shape[1]
-    if max_top_k <= _FIRST_WIDTH and max_top_k < vocab_size:
-        return _threshold_of(logits.topk(max_top_k, dim=1).values, limits, None, vocab_size)[0]
-    best = logits.amax(dim=1, keepdim=True)
-    total = (logits - best).mul_(limits.inv_temperature[:, None]).exp_().sum(dim=1, keepdim=True)
-    if logits.device.type != "cpu" or vocab_size <= 2 * _FIRST_WIDTH:
-        return _threshold_of(logits.sort(dim=1, descending=True).values, limits, total, vocab_size)[0]
-    threshold, decided = _threshold_of(logits.topk(_FIRST_WIDTH, dim=1).values, limits, total, vocab_size)
-    rest = torch.nonzero(~decided[:, 0])[:, 0]
-    if rest.numel():
-        top = logits[rest].sort(dim=1, descending=True).values
-        threshold[rest] = _threshold_of(top, limits.rows(rest), total[rest], vocab_size)[0]
+    total = _total(logits, limits) if max_top_k == vocab_size else None
+    rest = torch.arange(logits.shape[0], device=logits.device)
+    threshold = logits.new_empty((logits.shape[0], 1))
+    for width in _widths(logits, max_top_k):
+        rows = logits if len(rest) == len(logits) else logits[rest]
+        top = rows.topk(width, dim=1).values if width < vocab_size else rows.sort(dim=1, descending=True).values
+        found, decided = _threshold_of(top, limits.rows(rest), None if total is None else total[rest], vocab_size)
+        threshold[rest] = found
+        if width < max_top_k:  # else all is decided
+            rest = rest[~decided[:, 0]]
+            if len(rest) == 0:
+                break
     return threshold
+
+
+def _widths(logits: torch.Tensor, max_top_k: int) -> list[int]:
+    """Widths to try in turn, the last of which decides. Trying needs an answer from the device: the CPU's is free."""
+    narrow = [width for width in _WIDTHS if width < max_top_k] if logits.device.type == "cpu" else []
+    return [*narrow, max_top_k if max_top_k <= _WIDTHS[-1] else logits.shape[1]]
+
+
+def _total(logits: torch.Tensor, limits: TopLimits) -> torch.Tensor:
+    """Sum of exp((logit - largest) / temperature) over each row, [N, 1]."""
+    weights = (logits - logits.amax(dim=1, keepdim=True)).mul_(limits.inv_temperature[:, None]).exp_()
+    return weights.sum(dim=1, keepdim=True)
 
 
 def _threshold_of(

@@ -34,31 +34,44 @@ def process(
     return logits
 
 
-def _asking(logits: torch.Tensor, rows: SampleRows, bits: int) -> tuple[torch.Tensor, np.ndarray]:
-    """The rows that use `bits`: their indices on the device, and their slots on the host."""
-    asking = rows.that_use(bits)
-    return torch.from_numpy(asking).to(logits.device), rows.host_slots[asking]
+class _Asking:
+    """The rows that use a feature: `logits` [n, V] to change in place, then `put_back`. No copies where all rows do."""
+
+    def __init__(self, logits: torch.Tensor, rows: SampleRows, bits: int) -> None:
+        asking = rows.that_use(bits)
+        self._whole = None if len(asking) == len(logits) else logits
+        self.index = torch.from_numpy(asking).to(logits.device)
+        self.logits = logits if self._whole is None else logits[self.index]
+        self.host_slots: np.ndarray = rows.host_slots[asking]
+        self.slots = rows.slots[self.index]
+
+    def put_back(self) -> None:
+        if self._whole is not None:
+            self._whole[self.index] = self.logits
 
 
 def _forbid(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
-    index, slots = _asking(logits, rows, s.FORBIDDEN)
-    mask = state.forbidden.rows[state.forbidden.index_of(slots)]
-    logits[index] = logits[index].masked_fill_(mask, -torch.inf)
+    asking = _Asking(logits, rows, s.FORBIDDEN)
+    mask = state.forbidden.rows[state.forbidden.index_of(asking.host_slots)]
+    asking.logits.masked_fill_(mask, -torch.inf)
+    asking.put_back()
 
 
 def _forbid_early_ends(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
     """Ends are forbidden exactly where the output position is below min_tokens, row by row."""
-    index, slots = _asking(logits, rows, s.MIN_TOKENS)
-    early = rows.positions[index] < state.min_tokens[rows.slots[index]]
-    mask = state.ends.rows[state.ends.index_of(slots)] & early[:, None]
-    logits[index] = logits[index].masked_fill_(mask, -torch.inf)
+    asking = _Asking(logits, rows, s.MIN_TOKENS)
+    early = rows.positions[asking.index] < state.min_tokens[asking.slots]
+    mask = state.ends.rows[state.ends.index_of(asking.host_slots)] & early[:, None]
+    asking.logits.masked_fill_(mask, -torch.inf)
+    asking.put_back()
 
 
 def _add_bias(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
-    index, slots = _asking(logits, rows, s.BIAS)
-    ids = state.bias_ids.rows[state.bias_ids.index_of(slots)]
-    values = state.bias_values.rows[state.bias_values.index_of(slots)]
-    logits[index] = logits[index].scatter_add_(1, ids, values)
+    asking = _Asking(logits, rows, s.BIAS)
+    ids = state.bias_ids.rows[state.bias_ids.index_of(asking.host_slots)]
+    values = state.bias_values.rows[state.bias_values.index_of(asking.host_slots)]
+    asking.logits.scatter_add_(1, ids, values)
+    asking.put_back()
 
 
 def _penalise(logits: torch.Tensor, rows: SampleRows, state: SamplingState, draft_tokens: torch.Tensor | None) -> None:
@@ -66,33 +79,33 @@ def _penalise(logits: torch.Tensor, rows: SampleRows, state: SamplingState, draf
 
     The output at a row after i drafts includes those drafts: the row only matters if they are accepted.
     """
-    index, host_slots = _asking(logits, rows, s.COUNTED)
-    slots = rows.slots[index]
-    counts = state.output_counts.rows[state.output_counts.index_of(host_slots)]  # a copy [n, V]
+    asking = _Asking(logits, rows, s.COUNTED)
+    counts = state.output_counts.rows[state.output_counts.index_of(asking.host_slots)]  # a copy [n, V]
     if draft_tokens is not None and draft_tokens.numel():
-        drafts = draft_tokens[rows.reqs[index].clamp(max=draft_tokens.shape[0] - 1)].long()
-        before = torch.arange(drafts.shape[1], device=logits.device) < rows.offsets[index, None]
+        drafts = draft_tokens[rows.reqs[asking.index].clamp(max=draft_tokens.shape[0] - 1)].long()
+        before = torch.arange(drafts.shape[1], device=logits.device) < rows.offsets[asking.index, None]
         counts.scatter_add_(1, drafts.clamp_(min=0), before.to(counts.dtype))
-    chosen = logits[index]
+    chosen = asking.logits
     if rows.all_uses & s.REPETITION:
         seen = counts > 0
-        seen |= state.in_prompt.rows[state.in_prompt.index_of(host_slots)]
-        penalty = torch.where(seen, state.repetition[slots, None], 1.0)
-        chosen = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+        seen |= state.in_prompt.rows[state.in_prompt.index_of(asking.host_slots)]
+        penalty = torch.where(seen, state.repetition[asking.slots, None], 1.0)
+        chosen.copy_(torch.where(chosen > 0, chosen / penalty, chosen * penalty))
     if rows.all_uses & s.PENALTIES:
-        chosen.addcmul_(counts, state.frequency[slots, None], value=-1)
-        chosen.addcmul_(counts.clamp_(max=1), state.presence[slots, None], value=-1)
-    logits[index] = chosen
+        chosen.addcmul_(counts, state.frequency[asking.slots, None], value=-1)
+        chosen.addcmul_(counts.clamp_(max=1), state.presence[asking.slots, None], value=-1)
+    asking.put_back()
 
 
 def _cut_min_p(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
-    index, _ = _asking(logits, rows, s.MIN_P)
-    slots = rows.slots[index]
-    logits[index] = cut_min_p(logits[index], state.inv_temperature[slots], state.log_min_p[slots])
+    asking = _Asking(logits, rows, s.MIN_P)
+    cut_min_p(asking.logits, state.inv_temperature[asking.slots], state.log_min_p[asking.slots])
+    asking.put_back()
 
 
 def _cut_top(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:
-    index, host_slots = _asking(logits, rows, s.TOP)
-    slots = rows.slots[index]
-    ask = TopLimits(state.inv_temperature[slots], state.top_k[slots], state.top_p[slots])
-    logits[index] = cut_top(logits[index], ask, int(state.host_top_k[host_slots].max()))
+    asking = _Asking(logits, rows, s.TOP)
+    slots = asking.slots
+    limits = TopLimits(state.inv_temperature[slots], state.top_k[slots], state.top_p[slots])
+    cut_top(asking.logits, limits, int(state.host_top_k[asking.host_slots].max()))
+    asking.put_back()
