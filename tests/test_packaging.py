@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -78,8 +79,7 @@ def test_the_installed_package_runs_away_from_the_checkout(installed: Path, vers
 @pytest.mark.timeout(BUILD_SECONDS)
 def test_the_versions_of_metadata_and_modules_agree(installed: Path, version: str):
     code = (
-        "from importlib.metadata import distribution as d; "
-        "print(d('sonar-engine').version, d('sonar-kernels').version)"
+        "from importlib.metadata import distribution as d; print(d('sonar-engine').version, d('sonar-kernels').version)"
     )
     assert python(code, installed).split() == [version] * 2
 
@@ -89,3 +89,28 @@ def test_the_installed_command_measures_the_scheduler(installed: Path):
     code = "sys.argv = ['sonar', 'bench', 'scheduler', '--requests', '2', '--drafts', '1', '--steps', '5', '--json'];"
     output = python(code + "from sonar_engine.cli import main; main()", installed)
     assert '"us_per_step"' in output
+
+
+@pytest.mark.parametrize("project", ["pyproject.toml", "kernels/pyproject.toml"])
+def test_no_project_file_repeats_the_version(project: str):
+    table = tomllib.loads((ROOT / project).read_text())["project"]
+    assert "version" in table["dynamic"]
+    assert "version" not in table
+
+
+@pytest.mark.parametrize("crate", ["core", "runtime", "cpu", "python"])
+def test_no_crate_repeats_the_version(crate: str):
+    package = tomllib.loads((ROOT / "scheduler-rs" / crate / "Cargo.toml").read_text())["package"]
+    assert package["version"] == {"workspace": True}
+
+
+def test_continuous_integration_runs_lint_and_tests_of_the_makefile():
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert {"make lint", "make test"} <= set(script.read_text().splitlines())
+
+
+def test_make_alone_lists_every_target():
+    output = run(["make", "--no-print-directory"], ROOT)
+    for target in ("setup", "demo", "serve", "test", "lint", "bench", "size"):
+        assert f"make {target} " in output
