@@ -92,8 +92,10 @@ class Engine:
     def validate(self, prompt: Sequence[int] | np.ndarray, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
         """The prompt as int32 [P] and the parameters with defaults filled in; raises InvalidRequestError."""
         tokens = _as_tokens(prompt, self.info.vocab_size)
-        limits = {"vocab_size": self.info.vocab_size, "max_model_len": self.info.max_model_len}
-        return tokens, validate(params, num_prompt_tokens=len(tokens), **limits)
+        vocab_size, max_model_len = self.info.vocab_size, self.info.max_model_len
+        return tokens, validate(
+            params, vocab_size=vocab_size, max_model_len=max_model_len, num_prompt_tokens=len(tokens)
+        )
 
     def abort(self, request_id: int) -> None:
         """End a request at whatever point it is; an unknown id is ignored. Thread-safe."""

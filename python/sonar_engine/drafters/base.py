@@ -39,9 +39,20 @@ class Verdict:
 class Drafter(Protocol):
     """Proposes tokens for the target to verify. Called by `Engine.step` in this order, every step."""
 
-    needs_hidden: Literal["none", "last", "aux"]
-    runs_on: Literal["leader", "all"]
-    kv_layers: int
+    @property
+    def needs_hidden(self) -> Literal["none", "last", "aux"]:
+        """Which of the target's hidden states `ingest` reads: none, the last layer's, or chosen layers'."""
+        ...
+
+    @property
+    def runs_on(self) -> Literal["leader", "all"]:
+        """Which tensor-parallel ranks run it."""
+        ...
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers of its own in the KV cache."""
+        ...
 
     def draft_lens(self) -> np.ndarray | None:
         """Most drafts each slot can take in the coming step, int32 [max_num_seqs]; None: no drafts at all.
