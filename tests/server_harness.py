@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import psutil
 from sonar_engine.engine_client import EngineClient, Launcher
 from sonar_engine.server.app import create_app
 from sonar_engine.server.config import ServerConfig
@@ -153,12 +154,12 @@ class ServerProcess:
     def wait(self, timeout: float = 10.0) -> int:
         return self.process.wait(timeout)
 
-    def engine_pid(self) -> int:
-        import psutil
+    def children(self) -> list[int]:
+        return [child.pid for child in psutil.Process(self.process.pid).children()]
 
-        children = psutil.Process(self.process.pid).children()
-        assert len(children) == 1
-        return children[0].pid
+    def engine_pid(self) -> int:
+        (pid,) = self.children()
+        return pid
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from server_harness import CHAT, COMPLETIONS, HELLO, TOKENIZER, serving
 from sonar_engine.server.config import ServerConfig
@@ -324,3 +326,4 @@ async def test_the_openapi_document_describes_the_bodies():
         document = (await served.http.get("/openapi.json")).json()
     schema = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert "messages" in schema["properties"]
+    assert "$ref" not in json.dumps(document)

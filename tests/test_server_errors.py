@@ -100,6 +100,8 @@ BAD = [
     (chat(structured_outputs={"regex": "(a+)+b"}), "structured_outputs"),
     (chat(chat_template="{{ 1 }}"), "chat_template"),
     (chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}), "chat_template_kwargs"),
+    (chat(chat_template_kwargs={"self": 1}), "chat_template_kwargs"),
+    (chat(chat_template_kwargs=[1]), "chat_template_kwargs"),
     (chat(max_tokens=None, max_completion_tokens=0), "max_completion_tokens"),
     (chat(bad_words=["several tokens"]), "bad_words"),
     (chat(reasoning_effort="high"), "reasoning_effort"),
@@ -134,6 +136,17 @@ async def test_not_a_number_is_no_number():
         content = b'{"prompt": "a", "temperature": NaN, "max_tokens": 1}'
         response = await served.http.post(COMPLETIONS, content=content, headers=JSON)
     assert response.status_code == 400 and response.json()["error"]["param"] == "temperature"
+
+
+async def test_numbers_and_strings_beyond_reason_are_400():
+    async with serving() as served:
+        for body in (
+            b'{"prompt": "a", "seed": %s}' % (b"9" * 6000),
+            b'{"prompt": "\\ud800"}',
+            b'{"prompt": "a", "n": 1e400}',
+        ):
+            response = await served.http.post(COMPLETIONS, content=body, headers=JSON)
+            assert response.status_code == 400, body
 
 
 async def test_a_deeply_nested_value_is_a_400():

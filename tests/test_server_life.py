@@ -10,6 +10,7 @@ import threading
 import time
 
 import httpx
+import psutil
 import pytest
 from server_harness import CHAT, COMPLETIONS, HELLO, Events, ServerProcess, server_process
 from sonar_engine.errors import ConfigError
@@ -79,6 +80,19 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_one_line():
     try:
         assert server.read_until("no such folder")
         assert server.wait() == 1
+    finally:
+        server.end()
+
+
+def test_a_signal_while_loading_ends_the_server_and_its_engine():
+    server = ServerProcess(FakeOptions(load_seconds=30), wait=False)
+    try:
+        server.read_until("options:")
+        until(lambda: len(server.children()) == 1, 5.0)
+        (engine,) = server.children()
+        server.process.terminate()
+        assert server.wait() == 0
+        until(lambda: not alive(engine), 2.0)
     finally:
         server.end()
 
@@ -185,8 +199,6 @@ def test_a_second_signal_ends_it_at_once():
 
 
 def alive(pid: int) -> bool:
-    import psutil
-
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,7 +14,9 @@ class ServerConfig(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="Address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
-    api_keys: tuple[str, ...] = Field(default=(), description="Key that requests must bear; may be given several times")
+    api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="Key that requests must bear; may be given several times"
+    )
     admin_key: str | None = Field(default=None, min_length=1, description="Key of the admin routes; off without one")
     served_model_name: str | None = Field(
         default=None, min_length=1, description="The model's name in the API; default: its own name"

@@ -6,7 +6,7 @@ import hmac
 import logging
 from collections.abc import Iterable
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -51,7 +51,7 @@ class Guard:
         try:
             self._check(scope)
             await self._app(scope, receive, watched_send)
-        except ClientGoneError:
+        except (ClientGoneError, ClientDisconnect):
             pass  # nobody is left to be told
         except Exception as error:
             if not isinstance(error, ApiError):

@@ -11,6 +11,7 @@ from sonar_engine.server.protocol import ChatMessage, ChatRequest, CompletionReq
 from sonar_engine.tokenizer import Tokenizer
 from sonar_engine.types import EngineInfo
 
+RESERVED_KWARGS = frozenset({"self", "messages", "tools", "tokenize", "chat_template", "documents"})
 LONG_TEXT = 8192  # characters; beyond, tokenising leaves the event loop
 Result = TypeVar("Result")
 
@@ -77,7 +78,7 @@ async def chat_prompt(
             param="continue_final_message",
         )
     kwargs = request.chat_template_kwargs or {}
-    reserved = {"messages", "tools", "tokenize", "chat_template", "documents"} & kwargs.keys()
+    reserved = RESERVED_KWARGS & kwargs.keys()
     if reserved:
         name = min(reserved)
         raise InvalidRequestError(f"chat_template_kwargs may not set {name}", param="chat_template_kwargs")

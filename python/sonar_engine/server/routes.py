@@ -41,8 +41,20 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """The request body for the OpenAPI document."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+    """The request body for the OpenAPI document, which knows no `$defs`: they are put in place."""
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$ref" in node:
+            return inlined(definitions[node["$ref"].rpartition("/")[2]])
+        return {key: inlined(value) for key, value in node.items()}
+
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": inlined(schema)}}}}
 
 
 def generation_routes(state: ServerState) -> APIRouter:
@@ -116,9 +128,9 @@ def text_routes(state: ServerState) -> APIRouter:
         return json_response({"object": "list", "data": [model_card()]})
 
     @router.get("/v1/models/{model_id:path}")
-    async def model(model_id: str) -> Response:
+    async def model(request: Request) -> Response:
         state.ready_tokenizer()
-        state.check_model(model_id)
+        state.check_model(request.path_params["model_id"])
         return json_response(model_card())
 
     @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
