@@ -110,13 +110,21 @@ def test_a_row_of_a_blocked_product_ignores_its_place_and_its_neighbours(dtype: 
         _check_blocked_products(dtype)
 
 
-def _check_blocked_products(dtype: torch.dtype) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_of_a_blocked_product_ignores_its_place_on_cuda(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    _check_blocked_products(dtype, "cuda")
+
+
+def _check_blocked_products(dtype: torch.dtype, device: str = "cpu") -> None:
     for num_inputs, num_outputs in ((64, 192), (132, 50), (576, 960), (200, 132)):
         generator = torch.Generator().manual_seed(num_inputs)
-        weight = torch.randn(num_outputs, num_inputs, generator=generator).to(dtype)
-        bias = torch.randn(num_outputs, generator=generator).to(dtype)
+        weight = torch.randn(num_outputs, num_inputs, generator=generator).to(device, dtype)
+        bias = torch.randn(num_outputs, generator=generator).to(device, dtype)
         linear = TorchOps(batch_invariant=True).linear(weight, bias)
-        x = torch.randn(37, num_inputs, generator=generator).to(dtype)
+        x = torch.randn(37, num_inputs, generator=generator).to(device, dtype)
         whole = linear(x)
         for row in range(37):
             assert torch.equal(linear(x[row : row + 1])[0], whole[row])
