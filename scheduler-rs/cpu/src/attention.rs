@@ -13,7 +13,9 @@ use crate::threads::Threads;
 use crate::with_element;
 
 mod chunk;
+mod pages;
 mod plan;
+mod scratch;
 
 pub use plan::{Batch, Plan};
 
@@ -114,17 +116,18 @@ pub unsafe fn attend(
     let heads = geometry.num_kv_heads;
     with_element!(cache.dtype, E, {
         threads.run(plan.blocks().len() * heads, &|worker, task| {
-            let Ok(mut scratch) = workspace.per_thread[worker].lock() else {
+            let Ok(mut buffer) = workspace.per_thread[worker].lock() else {
                 panic!("the attention workspace was poisoned by an earlier panic");
             };
+            let block = plan.blocks()[task / heads];
             level.run(BlockTask::<E> {
                 geometry,
                 batch,
-                block: plan.blocks()[task / heads],
+                block,
                 kv_head: task % heads,
                 cache,
                 tensors,
-                scratch: &mut scratch,
+                scratch: scratch::Scratch::new(&mut buffer, block.num_tokens * geometry.group(), geometry.head_dim),
                 marker: std::marker::PhantomData,
             });
         });
@@ -208,7 +211,7 @@ struct BlockTask<'a, E> {
     kv_head: usize,
     cache: LayerCache,
     tensors: &'a Tensors,
-    scratch: &'a mut AlignedBuffer,
+    scratch: scratch::Scratch,
     marker: std::marker::PhantomData<E>,
 }
 

@@ -116,6 +116,14 @@ impl Element for Bf16 {
         S::store_bf16(ptr.cast(), value);
     }
     #[inline(always)]
+    unsafe fn rounded<S: Simd>(value: S::F) -> S::F {
+        // a NaN that came from bfloat16 inputs has a zero low half, so the carry cannot turn it into a number
+        let bits = S::bits(value);
+        let odd = S::and_u(S::shr_u::<16>(bits), S::splat_u(1));
+        let raised = S::add_u(bits, S::add_u(odd, S::splat_u(0x7fff)));
+        S::from_bits(S::and_u(raised, S::splat_u(0xffff_0000)))
+    }
+    #[inline(always)]
     fn zero() -> Self {
         Bf16(0)
     }

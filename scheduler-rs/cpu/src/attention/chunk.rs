@@ -1,89 +1,48 @@
 //! One block of query rows against one key head.
-use super::{BlockTask, CHUNK, CachePair, MAX_QUERY_ROWS};
+use super::pages::{Chunk, pack_keys, pack_values};
+use super::scratch::{Scratch, width_of};
+use super::{BlockTask, CHUNK};
 use crate::dtype::{Element, load_partial, store_partial};
 use crate::math::exp;
 use crate::simd::{LANES, Simd};
 use crate::tile::{MAX_ROWS, Panels, Rows, accumulate, tile_start, with_rows};
 
-/// Working memory of a block. `width` is head_dim rounded up to whole lanes; strides are in elements.
-struct Scratch {
-    width: usize,
-    rows: usize,
-    query: *mut f32,   // [rows, width]
-    output: *mut f32,  // [rows, width] sum of weight * value so far
-    scores: *mut f32,  // [rows, CHUNK]
-    panels: *mut f32,  // keys [CHUNK / 16][width][16], then values [width / 16][CHUNK][16]
-    eight: *mut f32,   // [8, width]
-    highest: *mut f32, // [rows] greatest score so far
-    total: *mut f32,   // [rows] sum of weights so far
-}
-
-impl Scratch {
-    #[inline(always)]
-    unsafe fn new<E>(task: &mut BlockTask<'_, E>) -> Scratch {
-        let width = task.geometry.head_dim.next_multiple_of(LANES);
-        let rows = task.block.num_tokens * task.geometry.group();
-        let row_space = rows.max(MAX_QUERY_ROWS);
-        let sizes = [
-            row_space * width,
-            row_space * width,
-            row_space * CHUNK,
-            CHUNK * width,
-            8 * width,
-            row_space,
-            row_space,
-        ];
-        task.scratch.reserve(sizes.iter().sum::<usize>() * 4);
-        let mut next: *mut f32 = task.scratch.as_mut_ptr();
-        let parts = sizes.map(|size| {
-            let part = next;
-            next = next.wrapping_add(size);
-            part
-        });
-        let [query, output, scores, panels, eight, highest, total] = parts;
-        Scratch {
-            width,
-            rows,
-            query,
-            output,
-            scores,
-            panels,
-            eight,
-            highest,
-            total,
-        }
-    }
-}
-
 #[inline(always)]
-pub(super) unsafe fn attend_block<S: Simd, E: Element>(mut task: BlockTask<'_, E>) {
-    let scratch = Scratch::new(&mut task);
-    load_queries::<S, E>(&task, &scratch);
-    let first_position = *task.batch.positions[task.block.first_token..][..task.block.num_tokens]
-        .iter()
-        .min()
-        .unwrap_or(&0) as usize;
-    let lowest = task
-        .geometry
-        .window
-        .map_or(0, |window| (first_position + 1).saturating_sub(window));
-    let mut start = lowest / CHUNK * CHUNK;
-    while start < task.block.kv_len {
-        let count = CHUNK.min(task.block.kv_len - start);
-        pack_keys::<S, E>(&task, &scratch, start, count);
-        score::<S>(&scratch, task.geometry.head_dim, count);
-        weigh::<S, E>(&task, &scratch, start, count);
-        pack_values::<S, E>(&task, &scratch, start, count);
-        add_values::<S>(&scratch, count);
-        start += CHUNK;
+pub(super) unsafe fn attend_block<S: Simd, E: Element>(task: BlockTask<'_, E>) {
+    match task.geometry.head_dim {
+        64 => visit_keys::<S, E>(&task, &task.scratch, 64),
+        128 => visit_keys::<S, E>(&task, &task.scratch, 128),
+        other => visit_keys::<S, E>(&task, &task.scratch, other),
     }
-    store_output::<S, E>(&task, &scratch);
+}
+
+/// The body of a block; `head_dim` is a constant for the usual sizes.
+#[inline(always)]
+unsafe fn visit_keys<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &Scratch, head_dim: usize) {
+    let positions = &task.batch.positions[task.block.first_token..][..task.block.num_tokens];
+    let earliest = positions.iter().min().map_or(0, |position| *position as usize);
+    let lowest = task.geometry.window.map_or(0, |window| (earliest + 1).saturating_sub(window));
+    let mut chunk = Chunk::locate(task, lowest / CHUNK * CHUNK);
+    for i in 0..chunk.count {
+        chunk.fetch_key::<S>(i, head_dim * size_of::<E>());
+    }
+    load_queries::<S, E>(task, scratch, head_dim);
+    while chunk.count > 0 {
+        let next = Chunk::locate(task, chunk.start + CHUNK);
+        pack_keys::<S, E>(&chunk, scratch, head_dim);
+        score::<S>(scratch, head_dim, chunk.count);
+        weigh::<S, E>(task, scratch, head_dim, &chunk);
+        pack_values::<S, E>(&chunk, &next, scratch, head_dim);
+        add_values::<S>(scratch, head_dim, chunk.count);
+        chunk = next;
+    }
+    store_output::<S, E>(task, scratch, head_dim);
 }
 
 /// Row `token * group + head` of the scratch is that head's query, scaled.
 #[inline(always)]
-unsafe fn load_queries<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &Scratch) {
-    let (group, head_dim) = (task.geometry.group(), task.geometry.head_dim);
+unsafe fn load_queries<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &Scratch, head_dim: usize) {
+    let (group, width) = (task.geometry.group(), width_of(head_dim));
     let scale = S::splat(task.geometry.scale);
     for row in 0..scratch.rows {
         let source = task
@@ -94,11 +53,11 @@ unsafe fn load_queries<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &S
         for column in (0..head_dim).step_by(LANES) {
             let value = load_partial::<S, E>(source.add(column), (head_dim - column).min(LANES));
             S::store(
-                scratch.query.add(row * scratch.width + column),
+                scratch.query.add(row * width + column),
                 S::mul(value, scale),
             );
             S::store(
-                scratch.output.add(row * scratch.width + column),
+                scratch.output.add(row * width + column),
                 S::splat(0.0),
             );
         }
@@ -107,66 +66,20 @@ unsafe fn load_queries<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &S
     }
 }
 
-/// Address of the key of `task`'s head at `position` of its row.
-#[inline(always)]
-unsafe fn key_at<E>(task: &BlockTask<'_, E>, position: usize) -> *const u8 {
-    let pair = CachePair::new(task.geometry, task.cache);
-    let column = position / task.geometry.page_size;
-    debug_assert!(column < task.batch.page_table_stride);
-    let page = *task
-        .batch
-        .page_table
-        .add(task.block.slot * task.batch.page_table_stride + column);
-    debug_assert!(page >= 0);
-    pair.key(page as usize, position % task.geometry.page_size)
-        .add(task.kv_head * task.geometry.head_dim * size_of::<E>())
-}
-
-/// Transposes keys start..start + count into panels; lanes beyond count keep old values, which nothing reads.
-#[inline(always)]
-unsafe fn pack_keys<S: Simd, E: Element>(
-    task: &BlockTask<'_, E>,
-    scratch: &Scratch,
-    start: usize,
-    count: usize,
-) {
-    let (head_dim, width) = (task.geometry.head_dim, scratch.width);
-    for eight in (0..count).step_by(8) {
-        for lane in 0..(count - eight).min(8) {
-            let source = key_at(task, start + eight + lane).cast::<E>();
-            for column in (0..head_dim).step_by(LANES) {
-                let value =
-                    load_partial::<S, E>(source.add(column), (head_dim - column).min(LANES));
-                S::store(scratch.eight.add(lane * width + column), value);
-            }
-        }
-        let panel = scratch
-            .panels
-            .add((eight / LANES) * width * LANES + eight % LANES);
-        for column in (0..head_dim).step_by(8) {
-            S::transpose8(
-                scratch.eight.add(column),
-                width,
-                panel.add(column * LANES),
-                LANES,
-            );
-        }
-    }
-}
-
 /// Scores of all rows against the packed keys.
 #[inline(always)]
 unsafe fn score<S: Simd>(scratch: &Scratch, head_dim: usize, count: usize) {
+    let width = width_of(head_dim);
     let panels = Panels {
         ptr: scratch.panels.cast_const(),
-        stride: scratch.width * LANES,
+        stride: width * LANES,
     };
     for tile in 0..scratch.rows.div_ceil(MAX_ROWS) {
         let from = tile_start(scratch.rows, tile);
         let to = tile_start(scratch.rows, tile + 1);
         let rows = Rows {
-            ptr: scratch.query.add(from * scratch.width),
-            stride: scratch.width,
+            ptr: scratch.query.add(from * width),
+            stride: width,
         };
         let target = scratch.scores.add(from * CHUNK);
         with_rows!(
@@ -253,9 +166,10 @@ unsafe fn product_of<S: Simd, const MR: usize, const NP: usize>(
 unsafe fn weigh<S: Simd, E: Element>(
     task: &BlockTask<'_, E>,
     scratch: &Scratch,
-    start: usize,
-    count: usize,
+    head_dim: usize,
+    chunk: &Chunk,
 ) {
+    let (start, count) = (chunk.start, chunk.count);
     let group = task.geometry.group();
     let padded = count.next_multiple_of(LANES);
     for row in 0..scratch.rows {
@@ -273,12 +187,12 @@ unsafe fn weigh<S: Simd, E: Element>(
         }
         std::slice::from_raw_parts_mut(scores, low).fill(f32::NEG_INFINITY);
         std::slice::from_raw_parts_mut(scores.add(high), padded - high).fill(f32::NEG_INFINITY);
-        weigh_row::<S>(scratch, row, padded);
+        weigh_row::<S>(scratch, row, padded, width_of(head_dim));
     }
 }
 
 #[inline(always)]
-unsafe fn weigh_row<S: Simd>(scratch: &Scratch, row: usize, padded: usize) {
+unsafe fn weigh_row<S: Simd>(scratch: &Scratch, row: usize, padded: usize, width: usize) {
     let scores = scratch.scores.add(row * CHUNK);
     let mut best = S::splat(*scratch.highest.add(row));
     for column in (0..padded).step_by(LANES) {
@@ -297,8 +211,8 @@ unsafe fn weigh_row<S: Simd>(scratch: &Scratch, row: usize, padded: usize) {
         S::store(lanes.as_mut_ptr(), exp::<S>(S::splat(before - highest)));
         let factor = lanes[0];
         *scratch.total.add(row) *= factor;
-        let output = scratch.output.add(row * scratch.width);
-        for column in (0..scratch.width).step_by(LANES) {
+        let output = scratch.output.add(row * width);
+        for column in (0..width).step_by(LANES) {
             S::store(
                 output.add(column),
                 S::mul(S::load(output.add(column)), S::splat(factor)),
@@ -309,33 +223,10 @@ unsafe fn weigh_row<S: Simd>(scratch: &Scratch, row: usize, padded: usize) {
     *scratch.total.add(row) += S::sum(sum);
 }
 
-/// Widens values start..start + count into panels of 16 columns.
-#[inline(always)]
-unsafe fn pack_values<S: Simd, E: Element>(
-    task: &BlockTask<'_, E>,
-    scratch: &Scratch,
-    start: usize,
-    count: usize,
-) {
-    let head_dim = task.geometry.head_dim;
-    let value_offset = CachePair::new(task.geometry, task.cache).value_offset;
-    for i in 0..count {
-        let source = key_at(task, start + i).add(value_offset).cast::<E>();
-        for column in (0..head_dim).step_by(LANES) {
-            let value = load_partial::<S, E>(source.add(column), (head_dim - column).min(LANES));
-            S::store(
-                scratch
-                    .panels
-                    .add((column / LANES) * CHUNK * LANES + i * LANES),
-                value,
-            );
-        }
-    }
-}
-
 /// Adds weight * value of the packed values to the rows' outputs, in order of position.
 #[inline(always)]
-unsafe fn add_values<S: Simd>(scratch: &Scratch, count: usize) {
+unsafe fn add_values<S: Simd>(scratch: &Scratch, head_dim: usize, count: usize) {
+    let width = width_of(head_dim);
     let panels = Panels {
         ptr: scratch.panels.cast_const(),
         stride: CHUNK * LANES,
@@ -347,19 +238,19 @@ unsafe fn add_values<S: Simd>(scratch: &Scratch, count: usize) {
             ptr: scratch.scores.add(from * CHUNK),
             stride: CHUNK,
         };
-        let target = scratch.output.add(from * scratch.width);
-        let num_panels = scratch.width / LANES;
+        let target = scratch.output.add(from * width);
+        let num_panels = width / LANES;
         with_rows!(
             to - from,
             MR,
-            product::<S, MR>(rows, panels, count, target, scratch.width, num_panels, true)
+            product::<S, MR>(rows, panels, count, target, width, num_panels, true)
         );
     }
 }
 
 #[inline(always)]
-unsafe fn store_output<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &Scratch) {
-    let (group, head_dim) = (task.geometry.group(), task.geometry.head_dim);
+unsafe fn store_output<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &Scratch, head_dim: usize) {
+    let (group, width) = (task.geometry.group(), width_of(head_dim));
     for row in 0..scratch.rows {
         let target = task
             .tensors
@@ -369,7 +260,7 @@ unsafe fn store_output<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &S
         let inverse = S::splat(1.0 / *scratch.total.add(row));
         for column in (0..head_dim).step_by(LANES) {
             let value = S::mul(
-                S::load(scratch.output.add(row * scratch.width + column)),
+                S::load(scratch.output.add(row * width + column)),
                 inverse,
             );
             // adding +0 turns -0 into +0: chains that met masked zeros and chains that did not end equal
