@@ -5,6 +5,7 @@ Errors: `ConfigError` for options and arguments that cannot work, `InvalidReques
 in flight), `EngineDeadError` after an internal failure, `TypeError` for arrays of another dtype or dimension.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -193,3 +194,129 @@ class Stats:
     def num_preemptions(self) -> int: ...
     @property
     def waiting_tokens(self) -> int: ...
+
+@final
+class CpuWeight:
+    """A weight matrix in the kernels' own layout."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+
+@final
+class CpuKernels:
+    """Row-wise operations and products over packed weights.
+
+    Pointers are addresses of tensors that the caller keeps alive; strides are in elements; dtype codes are
+    0 float32, 1 bfloat16, 2 float16.
+    """
+
+    def __new__(cls, num_threads: int, force_scalar: bool = False) -> CpuKernels: ...
+    @property
+    def level(self) -> str:
+        """Name of the vector level in use."""
+    @property
+    def uses_openmp(self) -> bool:
+        """Whether work runs on the process's OpenMP team."""
+    def pack(
+        self, weight: int, stride: int, out_features: int, in_features: int, dtype_code: int, bias: int
+    ) -> CpuWeight:
+        """Packs a weight [out_features, in_features]; `bias` is fp32 [out_features], 0 for none."""
+    def linear(
+        self,
+        weight: CpuWeight,
+        rows: int,
+        x: int,
+        x_stride: int,
+        x_dtype: int,
+        y: int,
+        y_stride: int,
+        y_dtype: int,
+    ) -> None:
+        """y [rows, out] = x [rows, in] W^T + b."""
+    def rms_norm(
+        self,
+        rows: int,
+        cols: int,
+        dtype_code: int,
+        x: int,
+        x_stride: int,
+        residual: int,
+        residual_stride: int,
+        weight: int,
+        y: int,
+        y_stride: int,
+        eps: float,
+    ) -> None:
+        """y = rms_norm(x) * weight; with `residual` not 0, `residual += x` first and the sum is normalised."""
+    def rope(
+        self,
+        rows: int,
+        head_dim: int,
+        dtype_code: int,
+        q: int,
+        q_stride: int,
+        num_q_heads: int,
+        k: int,
+        k_stride: int,
+        num_kv_heads: int,
+        positions: int,
+        cos_sin: int,
+    ) -> None:
+        """Rotates q [rows, num_q_heads, head_dim] and k in place by the angles of `positions`."""
+    def silu_and_mul(self, rows: int, cols: int, dtype_code: int, x: int, x_stride: int, y: int, y_stride: int) -> None:
+        """y [rows, cols] = silu(x[:, :cols]) * x[:, cols:]."""
+    def gumbel_argmax(
+        self,
+        rows: int,
+        vocab: int,
+        logits: int,
+        stride: int,
+        inv_temperature: int,
+        seed_lo: int,
+        seed_hi: int,
+        counter: int,
+        out: int,
+    ) -> None:
+        """A token a row: argmax of logits * inv_temperature + Gumbel noise of (id, seed, counter); int32 into `out`."""
+
+@final
+class CpuAttention:
+    """Attention of one model over its paged caches [num_pages, 2, page_size, num_kv_heads, head_dim]."""
+
+    def __new__(
+        cls,
+        kernels: CpuKernels,
+        caches: Sequence[int],
+        dtype_code: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        window: int,
+        scale: float,
+    ) -> CpuAttention: ...
+    def begin(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        qo_indptr: int,
+        slots: int,
+        positions: int,
+        slot_mapping: int,
+        page_table: int,
+        page_table_stride: int,
+    ) -> None:
+        """Takes the addresses of a step's int32 arrays; they stay alive until its last `forward`."""
+    def forward(
+        self,
+        layer: int,
+        num_q_heads: int,
+        q: int,
+        q_stride: int,
+        k: int,
+        k_stride: int,
+        v: int,
+        v_stride: int,
+        out: int,
+    ) -> None:
+        """Writes k and v of all tokens into the layer's cache and attends; `out` is [T, num_q_heads * head_dim]."""

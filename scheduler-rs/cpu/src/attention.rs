@@ -127,7 +127,11 @@ pub unsafe fn attend(
                 kv_head: task % heads,
                 cache,
                 tensors,
-                scratch: scratch::Scratch::new(&mut buffer, block.num_tokens * geometry.group(), geometry.head_dim),
+                scratch: scratch::Scratch::new(
+                    &mut buffer,
+                    block.num_tokens * geometry.group(),
+                    geometry.head_dim,
+                ),
                 marker: std::marker::PhantomData,
             });
         });

@@ -78,9 +78,16 @@ impl CpuKernels {
     #[new]
     #[pyo3(signature = (num_threads, force_scalar = false))]
     fn new(num_threads: usize, force_scalar: bool) -> CpuKernels {
-        let level = if force_scalar { Level::Scalar } else { Level::detect() };
+        let level = if force_scalar {
+            Level::Scalar
+        } else {
+            Level::detect()
+        };
         CpuKernels {
-            runtime: Arc::new(Runtime { level, threads: Threads::new(num_threads) }),
+            runtime: Arc::new(Runtime {
+                level,
+                threads: Threads::new(num_threads),
+            }),
             workspace: Mutex::default(),
         }
     }
@@ -107,10 +114,17 @@ impl CpuKernels {
         dtype_code: u8,
         bias: usize,
     ) -> PyResult<CpuWeight> {
-        let matrix = source(weight, stride, out_features, in_features, dtype(dtype_code)?);
+        let matrix = source(
+            weight,
+            stride,
+            out_features,
+            in_features,
+            dtype(dtype_code)?,
+        );
         // SAFETY: the caller's tensors are alive for the call.
         let packed = unsafe {
-            let bias = (bias != 0).then(|| std::slice::from_raw_parts(bias as *const f32, out_features));
+            let bias =
+                (bias != 0).then(|| std::slice::from_raw_parts(bias as *const f32, out_features));
             PackedWeight::pack(matrix, bias)
         };
         Ok(CpuWeight { packed })
@@ -136,10 +150,21 @@ impl CpuKernels {
         let run = || {
             // SAFETY: the wrapper checked the shapes; the tensors outlive the call.
             unsafe {
-                linear(self.runtime.level, &self.runtime.threads, &mut lock(&self.workspace), x, packed, y);
+                linear(
+                    self.runtime.level,
+                    &self.runtime.threads,
+                    &mut lock(&self.workspace),
+                    x,
+                    packed,
+                    y,
+                );
             }
         };
-        if rows * packed.in_features() * packed.out_features() < DETACH_WORK { run() } else { py.detach(run) }
+        if rows * packed.in_features() * packed.out_features() < DETACH_WORK {
+            run()
+        } else {
+            py.detach(run)
+        }
         Ok(())
     }
 
@@ -216,7 +241,10 @@ impl CpuKernels {
         y_stride: usize,
     ) -> PyResult<()> {
         let dtype = dtype(dtype_code)?;
-        let (x, y) = (source(x, x_stride, rows, 2 * cols, dtype), target(y, y_stride, rows, cols, dtype));
+        let (x, y) = (
+            source(x, x_stride, rows, 2 * cols, dtype),
+            target(y, y_stride, rows, cols, dtype),
+        );
         // SAFETY: as in `linear`.
         unsafe { silu_and_mul(self.runtime.level, &self.runtime.threads, x, y) };
         Ok(())
@@ -255,10 +283,28 @@ impl CpuKernels {
 
 /// A matrix at an address.
 pub(crate) fn source(ptr: usize, stride: usize, rows: usize, cols: usize, dtype: Dtype) -> Matrix {
-    Matrix { ptr: ptr as *const u8, stride, rows, cols, dtype }
+    Matrix {
+        ptr: ptr as *const u8,
+        stride,
+        rows,
+        cols,
+        dtype,
+    }
 }
 
 /// A writable matrix at an address.
-pub(crate) fn target(ptr: usize, stride: usize, rows: usize, cols: usize, dtype: Dtype) -> MatrixMut {
-    MatrixMut { ptr: ptr as *mut u8, stride, rows, cols, dtype }
+pub(crate) fn target(
+    ptr: usize,
+    stride: usize,
+    rows: usize,
+    cols: usize,
+    dtype: Dtype,
+) -> MatrixMut {
+    MatrixMut {
+        ptr: ptr as *mut u8,
+        stride,
+        rows,
+        cols,
+        dtype,
+    }
 }

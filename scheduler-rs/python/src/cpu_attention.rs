@@ -28,10 +28,19 @@ impl StepArrays {
         // SAFETY: the contract of this function.
         unsafe {
             Batch {
-                qo_indptr: std::slice::from_raw_parts(self.qo_indptr as *const i32, self.num_reqs + 1),
+                qo_indptr: std::slice::from_raw_parts(
+                    self.qo_indptr as *const i32,
+                    self.num_reqs + 1,
+                ),
                 slots: std::slice::from_raw_parts(self.slots as *const i32, self.num_reqs),
-                positions: std::slice::from_raw_parts(self.positions as *const i32, self.num_tokens),
-                slot_mapping: std::slice::from_raw_parts(self.slot_mapping as *const i32, self.num_tokens),
+                positions: std::slice::from_raw_parts(
+                    self.positions as *const i32,
+                    self.num_tokens,
+                ),
+                slot_mapping: std::slice::from_raw_parts(
+                    self.slot_mapping as *const i32,
+                    self.num_tokens,
+                ),
                 page_table: self.page_table as *const i32,
                 page_table_stride: self.page_table_stride,
             }
@@ -83,7 +92,14 @@ impl CpuAttention {
             runtime: Arc::clone(&kernels.runtime),
             caches,
             dtype: dtype(dtype_code)?,
-            geometry: Geometry { num_q_heads: num_kv_heads, num_kv_heads, head_dim, page_size, window, scale },
+            geometry: Geometry {
+                num_q_heads: num_kv_heads,
+                num_kv_heads,
+                head_dim,
+                page_size,
+                window,
+                scale,
+            },
             workspace: Workspace::new(kernels.runtime.threads.count()),
             step: Mutex::default(),
         })
@@ -133,9 +149,14 @@ impl CpuAttention {
     ) -> PyResult<()> {
         let Some(cache) = self.caches.get(layer) else {
             let layers = self.caches.len();
-            return Err(PyIndexError::new_err(format!("layer {layer} is beyond the {layers} layers of the cache")));
+            return Err(PyIndexError::new_err(format!(
+                "layer {layer} is beyond the {layers} layers of the cache"
+            )));
         };
-        let geometry = Geometry { num_q_heads, ..self.geometry };
+        let geometry = Geometry {
+            num_q_heads,
+            ..self.geometry
+        };
         let mut step = lock(&self.step);
         if num_q_heads == 0 || !num_q_heads.is_multiple_of(geometry.num_kv_heads) {
             return Err(PyValueError::new_err(format!(
@@ -143,7 +164,11 @@ impl CpuAttention {
                 geometry.num_kv_heads
             )));
         }
-        let Step { arrays, plan, planned_q_heads } = &mut *step;
+        let Step {
+            arrays,
+            plan,
+            planned_q_heads,
+        } = &mut *step;
         if arrays.num_tokens == 0 {
             return Ok(());
         }
@@ -161,14 +186,32 @@ impl CpuAttention {
             v: source(v, v_stride, tokens, kv_cols, self.dtype),
             out: target(out, q_cols, tokens, q_cols, self.dtype),
         };
-        let cache = LayerCache { ptr: *cache as *mut u8, dtype: self.dtype };
+        let cache = LayerCache {
+            ptr: *cache as *mut u8,
+            dtype: self.dtype,
+        };
         let work = plan.work() * q_cols;
         let run = || {
             let Runtime { level, threads } = &*self.runtime;
             // SAFETY: the wrapper checked shapes and types; page ids come from the scheduler.
-            unsafe { attend(*level, threads, &self.workspace, &geometry, plan, &batch, cache, &tensors) };
+            unsafe {
+                attend(
+                    *level,
+                    threads,
+                    &self.workspace,
+                    &geometry,
+                    plan,
+                    &batch,
+                    cache,
+                    &tensors,
+                )
+            };
         };
-        if work < DETACH_WORK { run() } else { py.detach(run) }
+        if work < DETACH_WORK {
+            run()
+        } else {
+            py.detach(run)
+        }
         Ok(())
     }
 }

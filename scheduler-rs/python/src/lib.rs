@@ -1,6 +1,8 @@
 //! Python bindings: the module `sonar_engine._scheduler`. They convert; the work is done in the other crates.
 
 mod arrays;
+mod cpu;
+mod cpu_attention;
 mod errors;
 mod events;
 mod scheduler;
@@ -14,5 +16,6 @@ fn _scheduler(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<scheduler::Scheduler>()?;
     m.add_class::<events::Events>()?;
     m.add_class::<events::Stats>()?;
+    cpu::register(m)?;
     Ok(())
 }

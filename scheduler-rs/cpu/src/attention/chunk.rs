@@ -18,10 +18,20 @@ pub(super) unsafe fn attend_block<S: Simd, E: Element>(task: BlockTask<'_, E>) {
 
 /// The body of a block; `head_dim` is a constant for the usual sizes.
 #[inline(always)]
-unsafe fn visit_keys<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &Scratch, head_dim: usize) {
+unsafe fn visit_keys<S: Simd, E: Element>(
+    task: &BlockTask<'_, E>,
+    scratch: &Scratch,
+    head_dim: usize,
+) {
     let positions = &task.batch.positions[task.block.first_token..][..task.block.num_tokens];
-    let earliest = positions.iter().min().map_or(0, |position| *position as usize);
-    let lowest = task.geometry.window.map_or(0, |window| (earliest + 1).saturating_sub(window));
+    let earliest = positions
+        .iter()
+        .min()
+        .map_or(0, |position| *position as usize);
+    let lowest = task
+        .geometry
+        .window
+        .map_or(0, |window| (earliest + 1).saturating_sub(window));
     let mut chunk = Chunk::locate(task, lowest / CHUNK * CHUNK);
     for i in 0..chunk.count {
         chunk.fetch_key::<S>(i, head_dim * size_of::<E>());
@@ -41,7 +51,11 @@ unsafe fn visit_keys<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &Scr
 
 /// Row `token * group + head` of the scratch is that head's query, scaled.
 #[inline(always)]
-unsafe fn load_queries<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &Scratch, head_dim: usize) {
+unsafe fn load_queries<S: Simd, E: Element>(
+    task: &BlockTask<'_, E>,
+    scratch: &Scratch,
+    head_dim: usize,
+) {
     let (group, width) = (task.geometry.group(), width_of(head_dim));
     let scale = S::splat(task.geometry.scale);
     for row in 0..scratch.rows {
@@ -56,10 +70,7 @@ unsafe fn load_queries<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &S
                 scratch.query.add(row * width + column),
                 S::mul(value, scale),
             );
-            S::store(
-                scratch.output.add(row * width + column),
-                S::splat(0.0),
-            );
+            S::store(scratch.output.add(row * width + column), S::splat(0.0));
         }
         *scratch.highest.add(row) = f32::NEG_INFINITY;
         *scratch.total.add(row) = 0.0;
@@ -249,7 +260,11 @@ unsafe fn add_values<S: Simd>(scratch: &Scratch, head_dim: usize, count: usize) 
 }
 
 #[inline(always)]
-unsafe fn store_output<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &Scratch, head_dim: usize) {
+unsafe fn store_output<S: Simd, E: Element>(
+    task: &BlockTask<'_, E>,
+    scratch: &Scratch,
+    head_dim: usize,
+) {
     let (group, width) = (task.geometry.group(), width_of(head_dim));
     for row in 0..scratch.rows {
         let target = task
@@ -259,10 +274,7 @@ unsafe fn store_output<S: Simd, E: Element>(task: &BlockTask<'_, E>, scratch: &S
         let target = target.add((task.kv_head * group + row % group) * head_dim);
         let inverse = S::splat(1.0 / *scratch.total.add(row));
         for column in (0..head_dim).step_by(LANES) {
-            let value = S::mul(
-                S::load(scratch.output.add(row * width + column)),
-                inverse,
-            );
+            let value = S::mul(S::load(scratch.output.add(row * width + column)), inverse);
             // adding +0 turns -0 into +0: chains that met masked zeros and chains that did not end equal
             let value = S::add(value, S::splat(0.0));
             store_partial::<S, E>(target.add(column), value, (head_dim - column).min(LANES));

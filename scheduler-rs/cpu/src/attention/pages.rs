@@ -22,7 +22,10 @@ impl Chunk {
         let page_size = task.geometry.page_size;
         let count = CHUNK.min(task.block.kv_len.saturating_sub(start));
         let head_offset = task.kv_head * task.geometry.head_dim * size_of::<E>();
-        let table = task.batch.page_table.add(task.block.slot * task.batch.page_table_stride);
+        let table = task
+            .batch
+            .page_table
+            .add(task.block.slot * task.batch.page_table_stride);
         let mut keys = [std::ptr::null(); CHUNK];
         let (mut column, mut offset) = (start / page_size, start % page_size);
         let mut filled = 0;
@@ -66,20 +69,35 @@ unsafe fn fetch<S: Simd>(ptr: *const u8, bytes: usize) {
 /// Transposes the keys into panels, asking for the values meanwhile. Lanes beyond the count keep old values, which
 /// nothing reads.
 #[inline(always)]
-pub(super) unsafe fn pack_keys<S: Simd, E: Element>(chunk: &Chunk, scratch: &Scratch, head_dim: usize) {
+pub(super) unsafe fn pack_keys<S: Simd, E: Element>(
+    chunk: &Chunk,
+    scratch: &Scratch,
+    head_dim: usize,
+) {
     let width = width_of(head_dim);
     for eight in (0..chunk.count).step_by(8) {
         for lane in 0..(chunk.count - eight).min(8) {
             let source = chunk.keys[eight + lane].cast::<E>();
-            fetch::<S>(source.cast::<u8>().add(chunk.value_offset), head_dim * size_of::<E>());
+            fetch::<S>(
+                source.cast::<u8>().add(chunk.value_offset),
+                head_dim * size_of::<E>(),
+            );
             for column in (0..head_dim).step_by(LANES) {
-                let value = load_partial::<S, E>(source.add(column), (head_dim - column).min(LANES));
+                let value =
+                    load_partial::<S, E>(source.add(column), (head_dim - column).min(LANES));
                 S::store(scratch.eight.add(lane * width + column), value);
             }
         }
-        let panel = scratch.panels.add((eight / LANES) * width * LANES + eight % LANES);
+        let panel = scratch
+            .panels
+            .add((eight / LANES) * width * LANES + eight % LANES);
         for column in (0..head_dim).step_by(8) {
-            S::transpose8(scratch.eight.add(column), width, panel.add(column * LANES), LANES);
+            S::transpose8(
+                scratch.eight.add(column),
+                width,
+                panel.add(column * LANES),
+                LANES,
+            );
         }
     }
 }
@@ -97,7 +115,12 @@ pub(super) unsafe fn pack_values<S: Simd, E: Element>(
         let source = chunk.keys[i].add(chunk.value_offset).cast::<E>();
         for column in (0..head_dim).step_by(LANES) {
             let value = load_partial::<S, E>(source.add(column), (head_dim - column).min(LANES));
-            S::store(scratch.panels.add((column / LANES) * CHUNK * LANES + i * LANES), value);
+            S::store(
+                scratch
+                    .panels
+                    .add((column / LANES) * CHUNK * LANES + i * LANES),
+                value,
+            );
         }
     }
 }
