@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters, state by slot, processing, coins, log-probabilities."""
