@@ -1,7 +1,9 @@
 //! What a step leaves behind: accepted tokens, stop rules, cached pages, pages given back, events.
 
+use crate::config::SchedulerConfig;
 use crate::error::{CommitError, VerdictError};
 use crate::ids::RequestKey;
+use crate::prefix_cache::PrefixCache;
 use crate::request::{Request, Stop};
 use crate::scheduler::{PlannedStep, Row, Scheduler};
 
@@ -71,6 +73,12 @@ pub struct Events {
     pub tokens: Vec<i32>,
 }
 
+/// Events written and requests ended so far in a commit.
+struct Done {
+    num_events: usize,
+    num_ended: usize,
+}
+
 /// One event's numbers beside the request's own.
 struct Outcome {
     num_tokens: usize,
@@ -109,6 +117,8 @@ impl Events {
     }
 
     pub(crate) fn push_end(&mut self, request: &Request, finish: FinishReason) {
+        let at = self.len();
+        self.resize(at + 1);
         let outcome = Outcome {
             num_tokens: 0,
             finish: Some(finish),
@@ -117,23 +127,27 @@ impl Events {
             num_accepted: 0,
             batch_row: -1,
         };
-        self.push(request, &outcome);
+        self.set(at, request, &outcome);
     }
 
-    fn push(&mut self, request: &Request, outcome: &Outcome) {
-        self.request_ids.push(request.id.0 as i64);
-        self.num_tokens.push(outcome.num_tokens as i32);
-        self.finish
-            .push(outcome.finish.map_or(0, |finish| finish as i32));
-        self.stop_tokens.push(outcome.stop_token);
-        self.num_drafted.push(outcome.num_drafted as i32);
-        self.num_accepted.push(outcome.num_accepted as i32);
-        self.num_cached
-            .push(request.num_cached_tokens.unwrap_or(0) as i32);
-        self.num_preemptions.push(request.num_preemptions as i32);
-        self.batch_rows.push(outcome.batch_row);
-        self.tokens
-            .extend_from_slice(&request.tokens[request.tokens.len() - outcome.num_tokens..]);
+    /// Makes room for `len` events in all, or cuts off those beyond.
+    fn resize(&mut self, len: usize) {
+        self.request_ids.resize(len, 0);
+        self.columns()
+            .into_iter()
+            .for_each(|column| column.resize(len, 0));
+    }
+
+    fn set(&mut self, at: usize, request: &Request, outcome: &Outcome) {
+        self.request_ids[at] = request.id.0 as i64;
+        self.num_tokens[at] = outcome.num_tokens as i32;
+        self.finish[at] = outcome.finish.map_or(0, |finish| finish as i32);
+        self.stop_tokens[at] = outcome.stop_token;
+        self.num_drafted[at] = outcome.num_drafted as i32;
+        self.num_accepted[at] = outcome.num_accepted as i32;
+        self.num_cached[at] = request.num_cached_tokens as i32;
+        self.num_preemptions[at] = request.num_preemptions as i32;
+        self.batch_rows[at] = outcome.batch_row;
     }
 
     /// The columns with one i32 an event.
@@ -169,11 +183,18 @@ impl Scheduler {
         }
         self.in_flight = None;
         events.append(&mut self.ended);
-        let mut num_ended = 0;
+        let first = events.len();
+        events.resize(first + step.rows.len());
+        let mut done = Done {
+            num_events: first,
+            num_ended: 0,
+        };
         for (i, row) in step.rows.iter().enumerate() {
-            num_ended += usize::from(self.commit_row(i, row, verdict.row(i), events));
+            self.commit_row(i, row, verdict.row(i), events, &mut done);
         }
-        if num_ended > 0 {
+        events.resize(done.num_events);
+        self.cache.insert_filled();
+        if done.num_ended > 0 {
             self.end_finished(&step);
         }
         self.end_aborted();
@@ -227,36 +248,24 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Returns whether the request has ended; it is then marked and still to be removed.
-    fn commit_row(&mut self, i: usize, row: &Row, emitted: &[i32], events: &mut Events) -> bool {
+    /// A request that has ended is marked and still to be removed.
+    fn commit_row(
+        &mut self,
+        i: usize,
+        row: &Row,
+        emitted: &[i32],
+        events: &mut Events,
+        done: &mut Done,
+    ) {
         let (cache, request, config) = self.parts(row.key);
-        if request.aborted {
-            return false;
+        if request.is_aborted {
+            return;
         }
-        let first = request.num_computed_tokens;
         let (num_kept, end) = append(request, emitted, &config.eos_token_ids);
-        // Of the emitted tokens all but the last were computed as drafts; so was the token before them.
-        let num_known = row.num_tokens - row.num_drafts;
-        request.num_computed_tokens = first + num_known + num_kept.saturating_sub(1);
+        // Of the emitted tokens all but the last were computed as drafts; so were the known tokens before them.
+        request.num_computed_tokens += row.num_tokens - row.num_drafts + num_kept.saturating_sub(1);
         request.is_decoding = row.samples;
-        let pages = (first / config.page_size) as usize
-            ..(request.num_computed_tokens / config.page_size) as usize;
-        if !pages.is_empty() {
-            let salt = request.cache_salt.as_deref();
-            cache.insert(
-                &mut request.chain,
-                salt,
-                &request.tokens,
-                &request.pages,
-                pages,
-            );
-        }
-        let positions = (request.len() + config.extra_positions()).min(config.max_model_len);
-        cache.release_from(
-            &mut request.pages,
-            positions.div_ceil(config.page_size) as usize,
-        );
-        request.num_table_pages = request.pages.len() as u32;
+        settle_pages(cache, request, config);
         if num_kept > 0 {
             let outcome = Outcome {
                 num_tokens: num_kept as usize,
@@ -266,10 +275,15 @@ impl Scheduler {
                 num_accepted: (emitted.len() as u32).saturating_sub(1),
                 batch_row: i as i32,
             };
-            events.push(request, &outcome);
+            events.set(done.num_events, request, &outcome);
+            done.num_events += 1;
+            // A handful of tokens: pushing them beats a call that copies.
+            for &token in &emitted[..num_kept as usize] {
+                events.tokens.push(token);
+            }
         }
         request.is_finished = end.is_some();
-        request.is_finished
+        done.num_ended += usize::from(end.is_some());
     }
 
     fn end_finished(&mut self, step: &PlannedStep) {
@@ -285,6 +299,29 @@ impl Scheduler {
     }
 }
 
+/// Hands pages that have filled up to the prefix cache and gives back those that only drafts needed.
+fn settle_pages(cache: &mut PrefixCache, request: &mut Request, config: &SchedulerConfig) {
+    let page_size = config.page_size;
+    if request.num_computed_tokens >= (request.num_full_pages + 1) * page_size {
+        let pages =
+            request.num_full_pages as usize..(request.num_computed_tokens / page_size) as usize;
+        request.num_full_pages = pages.end as u32;
+        let cold = &mut *request.cold;
+        cache.fill(
+            &mut cold.chain,
+            cold.cache_salt.as_deref(),
+            &request.tokens,
+            &request.pages,
+            pages,
+        );
+    }
+    let positions = (request.len() + config.extra_positions()).min(config.max_model_len);
+    if request.pages.len() as u32 * page_size >= positions + page_size {
+        cache.release_from(&mut request.pages, positions.div_ceil(page_size) as usize);
+    }
+    request.num_table_pages = request.pages.len() as u32;
+}
+
 /// Appends emitted tokens up to the one that ends the request. Returns how many, and the end with the user's stop
 /// token or -1. A stop token ends it also where the length would.
 fn append(
@@ -292,21 +329,25 @@ fn append(
     emitted: &[i32],
     eos_token_ids: &[i32],
 ) -> (u32, Option<(FinishReason, i32)>) {
-    for (num_kept, &token) in (1..).zip(emitted) {
-        request.tokens.push(token);
-        let len = request.len();
-        if len > request.min_len
-            && let Some(stop) = request.stop.check(token, eos_token_ids)
-        {
-            let stop_token = match stop {
-                Stop::Eos => -1,
-                Stop::User(id) => id,
-            };
-            return (num_kept, Some((FinishReason::Stop, stop_token)));
-        }
-        if len >= request.max_len {
-            return (num_kept, Some((FinishReason::Length, -1)));
+    let room = (request.max_len - request.len()) as usize;
+    let mut kept = &emitted[..emitted.len().min(room)];
+    let mut end = (kept.len() == room).then_some((FinishReason::Length, -1));
+    if !request.never_stops {
+        let first_counted = request.min_len.saturating_sub(request.len()) as usize;
+        for (i, &token) in kept.iter().enumerate().skip(first_counted) {
+            if let Some(stop) = request.cold.stop.check(token, eos_token_ids) {
+                let stop_token = match stop {
+                    Stop::Eos => -1,
+                    Stop::User(id) => id,
+                };
+                end = Some((FinishReason::Stop, stop_token));
+                kept = &kept[..=i];
+                break;
+            }
         }
     }
-    (emitted.len() as u32, None)
+    for &token in kept {
+        request.tokens.push(token);
+    }
+    (kept.len() as u32, end)
 }

@@ -161,14 +161,14 @@ fn propose(request: &mut Request, min_n: usize, max_n: usize, out: &mut [i32]) -
         return 0;
     }
     let is_same = |index: &NgramIndex| index.min_n == min_n && index.max_n == max_n;
-    if !request.ngram.as_deref().is_some_and(is_same) {
-        request.ngram = Some(Box::new(NgramIndex::new(
+    if !request.cold.ngram.as_deref().is_some_and(is_same) {
+        request.cold.ngram = Some(Box::new(NgramIndex::new(
             min_n,
             max_n,
             request.max_len as usize,
         )));
     }
-    let Some(index) = request.ngram.as_deref_mut() else {
+    let Some(index) = request.cold.ngram.as_deref_mut() else {
         return 0;
     };
     index.extend(&request.tokens);

@@ -133,22 +133,82 @@ pub fn read_section(words: &[i32], index: usize) -> Option<&[i32]> {
     words.get(start..start + section_lens(&counts)[index] as usize)
 }
 
-/// The buffer cut into its sections.
+/// The buffer cut into its sections, in the order of the buffer.
 struct Sections<'a> {
-    header: &'a mut [i32],
-    rest: &'a mut [i32],
-    next: usize,
+    slots: &'a mut [i32],
+    qo_indptr: &'a mut [i32],
+    num_draft_tokens: &'a mut [i32],
+    num_computed_tokens: &'a mut [i32],
+    kv_len: &'a mut [i32],
+    paged_kv_indptr: &'a mut [i32],
+    paged_kv_last_page_len: &'a mut [i32],
+    output_pos: &'a mut [i32],
+    next_prompt_token: &'a mut [i32],
+    sample_indptr: &'a mut [i32],
+    sample_rows: &'a mut [i32],
+    sample_reqs: &'a mut [i32],
+    token_ids: &'a mut [i32],
+    positions: &'a mut [i32],
+    slot_mapping: &'a mut [i32],
+    token_reqs: &'a mut [i32],
+    new_page_slots: &'a mut [i32],
+    new_page_indices: &'a mut [i32],
+    new_page_ids: &'a mut [i32],
+    admitted_slots: &'a mut [i32],
+    admitted_ids: &'a mut [i32],
 }
 
 impl<'a> Sections<'a> {
-    fn take(&mut self, index: usize, len: usize) -> &'a mut [i32] {
-        let aligned = len.next_multiple_of(ALIGN_WORDS as usize);
-        let (section, rest) = std::mem::take(&mut self.rest).split_at_mut(aligned);
-        self.rest = rest;
-        self.header[SECTION_OFFSETS_AT + index] = self.next as i32;
-        self.next += aligned;
-        &mut section[..len]
+    /// Cuts `rest`, which starts behind the header, and writes the sections' offsets and the step's words.
+    fn cut(header: &mut [i32], mut rest: &'a mut [i32], counts: &Counts) -> Self {
+        let lens = section_lens(counts);
+        let (mut index, mut next) = (0, HEADER_WORDS);
+        let mut take = || {
+            let len = lens[index] as usize;
+            let aligned = len.next_multiple_of(ALIGN_WORDS as usize);
+            let (section, behind) = std::mem::take(&mut rest).split_at_mut(aligned);
+            rest = behind;
+            header[SECTION_OFFSETS_AT + index] = next as i32;
+            index += 1;
+            next += aligned;
+            header[header::NUM_WORDS] = next as i32;
+            &mut section[..len]
+        };
+        Self {
+            slots: take(),
+            qo_indptr: take(),
+            num_draft_tokens: take(),
+            num_computed_tokens: take(),
+            kv_len: take(),
+            paged_kv_indptr: take(),
+            paged_kv_last_page_len: take(),
+            output_pos: take(),
+            next_prompt_token: take(),
+            sample_indptr: take(),
+            sample_rows: take(),
+            sample_reqs: take(),
+            token_ids: take(),
+            positions: take(),
+            slot_mapping: take(),
+            token_reqs: take(),
+            new_page_slots: take(),
+            new_page_indices: take(),
+            new_page_ids: take(),
+            admitted_slots: take(),
+            admitted_ids: take(),
+        }
     }
+}
+
+/// What the rows so far have used, and the most of any.
+#[derive(Default)]
+struct Running {
+    num_tokens: usize,
+    num_pages: u32,
+    num_samples: usize,
+    max_q_len: u32,
+    max_kv_len: u32,
+    max_drafts: u32,
 }
 
 /// Writes `step` into `out`, which holds at least `SchedulerConfig::slot_words` words. `request_of` finds a row's
@@ -156,18 +216,29 @@ impl<'a> Sections<'a> {
 pub(crate) fn pack<'r>(
     step: &PlannedStep,
     page_size: u32,
-    request_of: impl Fn(&Row) -> &'r Request + Copy,
+    request_of: impl Fn(&Row) -> &'r Request,
     out: &mut [i32],
 ) {
     let (header, rest) = out.split_at_mut(HEADER_WORDS);
     header.fill(0);
-    let mut sections = Sections {
-        header,
-        rest,
-        next: HEADER_WORDS,
-    };
-    let most = pack_rows(step, page_size, request_of, &mut sections);
-    pack_tokens(step, page_size, request_of, &mut sections);
+    let mut sections = Sections::cut(header, rest, &step.counts());
+    let mut running = Running::default();
+    sections.qo_indptr[0] = 0;
+    sections.paged_kv_indptr[0] = 0;
+    sections.sample_indptr[0] = 0;
+    for (i, row) in step.rows.iter().enumerate() {
+        let request = request_of(row);
+        pack_tokens(
+            i,
+            row,
+            request,
+            page_size,
+            running.num_tokens,
+            &mut sections,
+        );
+        pack_row(i, row, request, page_size, &mut running, &mut sections);
+    }
+    pack_samples(step, &mut sections);
     pack_pages(step, &mut sections);
     let words = [
         (header::MAGIC, MAGIC),
@@ -178,131 +249,128 @@ pub(crate) fn pack<'r>(
         (header::NUM_TOKENS, step.num_tokens as i32),
         (header::NUM_DECODE_TOKENS, step.num_decode_tokens as i32),
         (header::NUM_DRAFT_TOKENS, step.num_draft_tokens as i32),
-        (header::MAX_Q_LEN, most.q_len as i32),
-        (header::MAX_KV_LEN, most.kv_len as i32),
+        (header::MAX_Q_LEN, running.max_q_len as i32),
+        (header::MAX_KV_LEN, running.max_kv_len as i32),
         (header::NUM_SAMPLE_ROWS, step.num_sample_rows as i32),
         (header::NUM_SAMPLING_REQS, step.num_sampling_reqs as i32),
         (header::NUM_NEW_PAGES, step.new_pages.len() as i32),
         (header::NUM_ADMITTED, step.admitted.len() as i32),
-        (header::MAX_DRAFT_TOKENS, most.drafts as i32),
-        (header::NUM_WORDS, sections.next as i32),
+        (header::MAX_DRAFT_TOKENS, running.max_drafts as i32),
     ];
     for (at, word) in words {
-        sections.header[at] = word;
+        header[at] = word;
     }
 }
 
-#[derive(Default)]
-struct Most {
-    q_len: u32,
-    kv_len: u32,
-    drafts: u32,
-}
-
-/// Sections with an entry a row.
-fn pack_rows<'r>(
-    step: &PlannedStep,
+/// Entries a row, and what it has used.
+#[inline]
+fn pack_row(
+    i: usize,
+    row: &Row,
+    request: &Request,
     page_size: u32,
-    request_of: impl Fn(&Row) -> &'r Request,
-    sections: &mut Sections,
-) -> Most {
-    let n = step.rows.len();
-    let slots = sections.take(section::SLOTS, n);
-    let qo_indptr = sections.take(section::QO_INDPTR, n + 1);
-    let num_draft_tokens = sections.take(section::NUM_DRAFT_TOKENS, n);
-    let num_computed_tokens = sections.take(section::NUM_COMPUTED_TOKENS, n);
-    let kv_lens = sections.take(section::KV_LEN, n);
-    let paged_kv_indptr = sections.take(section::PAGED_KV_INDPTR, n + 1);
-    let last_page_len = sections.take(section::PAGED_KV_LAST_PAGE_LEN, n);
-    let output_pos = sections.take(section::OUTPUT_POS, n);
-    let next_prompt_token = sections.take(section::NEXT_PROMPT_TOKEN, n);
-    let sample_indptr = sections.take(section::SAMPLE_INDPTR, n + 1);
-    let (mut most, mut num_tokens, mut num_pages, mut num_samples) = (Most::default(), 0, 0, 0);
-    (qo_indptr[0], paged_kv_indptr[0], sample_indptr[0]) = (0, 0, 0);
-    for (i, row) in step.rows.iter().enumerate() {
-        let request = request_of(row);
-        let kv_len = request.num_computed_tokens + row.num_tokens;
-        let pages = kv_len.div_ceil(page_size);
-        num_tokens += row.num_tokens;
-        num_pages += pages;
-        num_samples += row.num_samples();
-        slots[i] = row.slot.0 as i32;
-        qo_indptr[i + 1] = num_tokens as i32;
-        num_draft_tokens[i] = row.num_drafts as i32;
-        num_computed_tokens[i] = request.num_computed_tokens as i32;
-        kv_lens[i] = kv_len as i32;
-        paged_kv_indptr[i + 1] = num_pages as i32;
-        last_page_len[i] = (kv_len - (pages - 1) * page_size) as i32;
-        output_pos[i] = (request.len() - request.num_prompt_tokens) as i32;
-        next_prompt_token[i] = if row.samples {
-            -1
-        } else {
-            request.tokens.get(kv_len as usize).copied().unwrap_or(-1)
-        };
-        sample_indptr[i + 1] = num_samples as i32;
-        most.q_len = most.q_len.max(row.num_tokens);
-        most.kv_len = most.kv_len.max(kv_len);
-        most.drafts = most.drafts.max(row.num_drafts);
-    }
-    most
-}
-
-/// Sections with an entry a token or a sampled token.
-fn pack_tokens<'r>(
-    step: &PlannedStep,
-    page_size: u32,
-    request_of: impl Fn(&Row) -> &'r Request,
-    sections: &mut Sections,
+    running: &mut Running,
+    out: &mut Sections,
 ) {
-    let (num_tokens, num_samples) = (step.num_tokens as usize, step.num_sample_rows as usize);
-    let sample_rows = sections.take(section::SAMPLE_ROWS, num_samples);
-    let sample_reqs = sections.take(section::SAMPLE_REQS, num_samples);
-    let token_ids = sections.take(section::TOKEN_IDS, num_tokens);
-    let positions = sections.take(section::POSITIONS, num_tokens);
-    let slot_mapping = sections.take(section::SLOT_MAPPING, num_tokens);
-    let token_reqs = sections.take(section::TOKEN_REQS, num_tokens);
-    let (mut start, mut sample) = (0, 0);
-    for (i, row) in step.rows.iter().enumerate() {
-        let request = request_of(row);
-        let first = request.num_computed_tokens;
-        let end = start + row.num_tokens as usize;
-        let known = (row.num_tokens - row.num_drafts) as usize;
-        token_ids[start..start + known]
-            .copy_from_slice(&request.tokens[first as usize..first as usize + known]);
-        token_ids[start + known..end].fill(-1);
-        token_reqs[start..end].fill(i as i32);
-        let (mut page, mut offset) = (first / page_size, first % page_size);
-        for (j, at) in (start..end).enumerate() {
-            positions[at] = first as i32 + j as i32;
-            slot_mapping[at] = (request.pages[page as usize].id().0 * page_size + offset) as i32;
-            offset += 1;
-            if offset == page_size {
-                (page, offset) = (page + 1, 0);
-            }
+    let kv_len = request.num_computed_tokens + row.num_tokens;
+    // Positions in pages that are not full yet; a decode row's lie in one page or two.
+    let num_loose = kv_len - request.num_full_pages * page_size;
+    let num_loose_pages = if num_loose <= page_size {
+        1
+    } else {
+        num_loose.div_ceil(page_size)
+    };
+    running.num_tokens += row.num_tokens as usize;
+    running.num_pages += request.num_full_pages + num_loose_pages;
+    running.num_samples += row.num_samples() as usize;
+    running.max_q_len = running.max_q_len.max(row.num_tokens);
+    running.max_kv_len = running.max_kv_len.max(kv_len);
+    running.max_drafts = running.max_drafts.max(row.num_drafts);
+    out.slots[i] = row.slot.0 as i32;
+    out.qo_indptr[i + 1] = running.num_tokens as i32;
+    out.num_draft_tokens[i] = row.num_drafts as i32;
+    out.num_computed_tokens[i] = request.num_computed_tokens as i32;
+    out.kv_len[i] = kv_len as i32;
+    out.paged_kv_indptr[i + 1] = running.num_pages as i32;
+    out.paged_kv_last_page_len[i] = (num_loose - (num_loose_pages - 1) * page_size) as i32;
+    out.output_pos[i] = (request.len() - request.num_prompt_tokens) as i32;
+    out.next_prompt_token[i] = if row.samples {
+        -1
+    } else {
+        request.tokens[kv_len as usize]
+    };
+    out.sample_indptr[i + 1] = running.num_samples as i32;
+}
+
+/// Entries a token. Rows are short, so plain loops beat calls that copy and fill.
+#[inline]
+fn pack_tokens(
+    i: usize,
+    row: &Row,
+    request: &Request,
+    page_size: u32,
+    start: usize,
+    out: &mut Sections,
+) {
+    let num_tokens = row.num_tokens as usize;
+    let first = request.num_computed_tokens;
+    let token_ids = &mut out.token_ids[start..][..num_tokens];
+    let token_reqs = &mut out.token_reqs[start..][..num_tokens];
+    let positions = &mut out.positions[start..][..num_tokens];
+    let slot_mapping = &mut out.slot_mapping[start..][..num_tokens];
+    let mut page = request.num_full_pages as usize;
+    let mut place =
+        request.pages[page].id().0 * page_size + first - request.num_full_pages * page_size;
+    let mut left = (request.num_full_pages + 1) * page_size - first;
+    for j in 0..num_tokens {
+        if left == 0 {
+            page += 1;
+            place = request.pages[page].id().0 * page_size;
+            left = page_size;
         }
-        for token in end - row.num_samples() as usize..end {
-            sample_rows[sample] = token as i32;
-            sample_reqs[sample] = i as i32;
-            sample += 1;
-        }
-        start = end;
+        token_ids[j] = -1;
+        token_reqs[j] = i as i32;
+        positions[j] = first as i32 + j as i32;
+        slot_mapping[j] = place as i32;
+        place += 1;
+        left -= 1;
+    }
+    let num_known = num_tokens - row.num_drafts as usize;
+    for (id, &known) in token_ids
+        .iter_mut()
+        .zip(&request.tokens[first as usize..][..num_known])
+    {
+        *id = known;
     }
 }
 
-/// Sections of new page-table entries and of admitted requests.
-fn pack_pages(step: &PlannedStep, sections: &mut Sections) {
-    let n = step.new_pages.len();
-    let slots = sections.take(section::NEW_PAGE_SLOTS, n);
-    let indices = sections.take(section::NEW_PAGE_INDICES, n);
-    let ids = sections.take(section::NEW_PAGE_IDS, n);
-    for (i, new) in step.new_pages.iter().enumerate() {
-        (slots[i], indices[i], ids[i]) = (new.slot.0 as i32, new.index as i32, new.page.0 as i32);
+/// Entries a sampled token: all tokens of the decode rows, then the last one of each prefill row that ends its prompt.
+fn pack_samples(step: &PlannedStep, out: &mut Sections) {
+    let num_decode = step.num_decode_tokens as usize;
+    for (token, row) in (0..).zip(&mut out.sample_rows[..num_decode]) {
+        *row = token;
     }
-    let admitted_slots = sections.take(section::ADMITTED_SLOTS, step.admitted.len());
-    let admitted_ids = sections.take(section::ADMITTED_IDS, 2 * step.admitted.len());
+    out.sample_reqs[..num_decode].copy_from_slice(&out.token_reqs[..num_decode]);
+    let mut at = num_decode;
+    for (i, row) in step.rows.iter().enumerate().skip(step.num_decode_reqs) {
+        if row.samples {
+            out.sample_rows[at] = out.qo_indptr[i + 1] - 1;
+            out.sample_reqs[at] = i as i32;
+            at += 1;
+        }
+    }
+}
+
+/// New page-table entries and admitted requests.
+fn pack_pages(step: &PlannedStep, out: &mut Sections) {
+    for (i, new) in step.new_pages.iter().enumerate() {
+        out.new_page_slots[i] = new.slot.0 as i32;
+        out.new_page_indices[i] = new.index as i32;
+        out.new_page_ids[i] = new.page.0 as i32;
+    }
     for (i, admitted) in step.admitted.iter().enumerate() {
-        admitted_slots[i] = admitted.slot.0 as i32;
-        admitted_ids[2 * i] = admitted.id.0 as u32 as i32;
-        admitted_ids[2 * i + 1] = (admitted.id.0 >> 32) as u32 as i32;
+        out.admitted_slots[i] = admitted.slot.0 as i32;
+        out.admitted_ids[2 * i] = admitted.id.0 as u32 as i32;
+        out.admitted_ids[2 * i + 1] = (admitted.id.0 >> 32) as u32 as i32;
     }
 }

@@ -116,9 +116,10 @@ impl PagePool {
         }
     }
 
-    /// Keeps the page when its last owner leaves.
-    pub fn retain(&mut self, page: &Page) {
-        self.meta[page.0.0 as usize].retained = true;
+    /// Keeps a page in use when its last owner leaves.
+    pub fn retain(&mut self, id: PageId) {
+        debug_assert!(self.ref_count(id) > 0, "page {} has no owner", id.0);
+        self.meta[id.0 as usize].retained = true;
     }
 
     /// Ends a retention; an idle page becomes free.

@@ -8,11 +8,18 @@
 use crate::ids::PageId;
 use crate::page_pool::{Page, PagePool};
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::hash_map::Entry;
+use std::hash::{BuildHasherDefault, Hash, Hasher};
 
 /// Identity of a page's content and of everything before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageHash([u64; 2]);
+
+impl Hash for PageHash {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.0[0]);
+    }
+}
 
 impl PageHash {
     fn cut(hash: &blake3::Hash) -> Self {
@@ -21,11 +28,11 @@ impl PageHash {
     }
 }
 
-/// Page hashes are uniform already, so the table takes the last word as it is.
+/// Page hashes are uniform already, so the table takes a word of them as it is.
 #[derive(Default)]
-struct TakeLastWord(u64);
+struct AsItIs(u64);
 
-impl Hasher for TakeLastWord {
+impl Hasher for AsItIs {
     fn finish(&self) -> u64 {
         self.0
     }
@@ -48,6 +55,7 @@ struct PageHasher {
     page_key: [u8; 32],
     root_key: [u8; 32],
     id_bytes: usize,
+    /// Parent's hash, token ids, and 4 bytes that are not hashed.
     buffer: Vec<u8>,
 }
 
@@ -58,7 +66,7 @@ impl PageHasher {
             page_key: blake3::derive_key("sonar prefix cache: page", cache_key),
             root_key: blake3::derive_key("sonar prefix cache: root", cache_key),
             id_bytes,
-            buffer: vec![0; 16 + page_size as usize * id_bytes],
+            buffer: vec![0; 16 + page_size as usize * id_bytes + 4],
         }
     }
 
@@ -73,13 +81,13 @@ impl PageHasher {
     fn page(&mut self, parent: PageHash, tokens: &[i32]) -> PageHash {
         self.buffer[..8].copy_from_slice(&parent.0[0].to_le_bytes());
         self.buffer[8..16].copy_from_slice(&parent.0[1].to_le_bytes());
-        for (bytes, token) in self.buffer[16..]
-            .chunks_exact_mut(self.id_bytes)
-            .zip(tokens)
-        {
-            bytes.copy_from_slice(&token.to_le_bytes()[..self.id_bytes]);
+        let mut at = 16;
+        for token in tokens {
+            // The fourth byte is written over by the next token, the last one's lies behind the hashed part.
+            self.buffer[at..at + 4].copy_from_slice(&token.to_le_bytes());
+            at += self.id_bytes;
         }
-        PageHash::cut(&blake3::keyed_hash(&self.page_key, &self.buffer))
+        PageHash::cut(&blake3::keyed_hash(&self.page_key, &self.buffer[..at]))
     }
 }
 
@@ -94,11 +102,13 @@ pub struct HashChain {
 #[derive(Debug)]
 pub struct PrefixCache {
     pool: PagePool,
-    index: HashMap<PageHash, PageId, BuildHasherDefault<TakeLastWord>>,
+    index: HashMap<PageHash, PageId, BuildHasherDefault<AsItIs>>,
     /// By page; meaningful where the pool retains the page.
     hash_of: Vec<PageHash>,
     hasher: PageHasher,
     page_size: usize,
+    /// Pages to be entered.
+    filled: Vec<(PageHash, PageId)>,
     enabled: bool,
     epoch: u64,
 }
@@ -106,12 +116,21 @@ pub struct PrefixCache {
 impl PrefixCache {
     /// An empty cache over `num_pages` free pages.
     pub fn new(config: &crate::SchedulerConfig) -> Self {
+        let num_entries = if config.enable_prefix_caching {
+            config.num_pages
+        } else {
+            0
+        };
         Self {
             pool: PagePool::new(config.num_pages),
-            index: HashMap::default(),
+            index: HashMap::with_capacity_and_hasher(
+                num_entries as usize,
+                BuildHasherDefault::default(),
+            ),
             hash_of: vec![PageHash([0; 2]); config.num_pages as usize],
             hasher: PageHasher::new(&config.cache_key, config.page_size, config.vocab_size),
             page_size: config.page_size as usize,
+            filled: Vec::new(),
             enabled: config.enable_prefix_caching,
             epoch: 0,
         }
@@ -179,9 +198,9 @@ impl PrefixCache {
         self.pool.share(id)
     }
 
-    /// Enters the full pages `first..end` of a sequence, whose tokens are all computed and committed. Content that is
-    /// already in the index under another page stays there alone.
-    pub fn insert(
+    /// Hashes the full pages `range` of a sequence, whose tokens are all computed and committed, for
+    /// [`Self::insert_filled`].
+    pub fn fill(
         &mut self,
         chain: &mut HashChain,
         salt: Option<&[u8]>,
@@ -195,10 +214,18 @@ impl PrefixCache {
         }
         for page in range {
             let hash = self.hash(chain, salt, tokens, page);
-            if let std::collections::hash_map::Entry::Vacant(entry) = self.index.entry(hash) {
-                entry.insert(pages[page].id());
-                self.hash_of[pages[page].id().0 as usize] = hash;
-                self.pool.retain(&pages[page]);
+            self.filled.push((hash, pages[page].id()));
+        }
+    }
+
+    /// Enters the pages that were filled. Content that is already in the index under another page stays there alone.
+    /// One loop over all of them, so that their cache misses overlap; their owners still hold the pages.
+    pub fn insert_filled(&mut self) {
+        for (hash, id) in self.filled.drain(..) {
+            if let Entry::Vacant(entry) = self.index.entry(hash) {
+                entry.insert(id);
+                self.hash_of[id.0 as usize] = hash;
+                self.pool.retain(id);
             }
         }
     }

@@ -104,6 +104,8 @@ pub(crate) struct Rank {
 }
 
 /// A live request. Waiting: no slot, no pages, nothing computed. Running: a slot and pages for its tokens.
+///
+/// A step reads and writes every running request, so what it needs lies close together; the rest is behind `cold`.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) id: RequestId,
@@ -113,9 +115,11 @@ pub(crate) struct Request {
     /// Has ended with the step being committed.
     pub(crate) is_finished: bool,
     /// Ends at the commit or revert of the step in flight.
-    pub(crate) aborted: bool,
+    pub(crate) is_aborted: bool,
     /// Has sampled since it entered its slot, so that all but its last token are computed.
     pub(crate) is_decoding: bool,
+    /// No token ends it.
+    pub(crate) never_stops: bool,
     /// Prompt, then output.
     pub(crate) tokens: Vec<i32>,
     pub(crate) num_prompt_tokens: u32,
@@ -127,16 +131,28 @@ pub(crate) struct Request {
     pub(crate) num_computed_tokens: u32,
     pub(crate) max_drafts: u32,
     pub(crate) pages: Vec<Page>,
+    /// Pages that the computed tokens fill: `num_computed_tokens / page_size`.
+    pub(crate) num_full_pages: u32,
     /// Leading `pages` whose page-table entries a committed step has written.
     pub(crate) num_table_pages: u32,
+    /// Prompt tokens found in the prefix cache at first admission.
+    pub(crate) num_cached_tokens: u32,
+    pub(crate) num_preemptions: u32,
+    pub(crate) cold: Box<Cold>,
+}
+
+/// What most steps of a request do not touch.
+#[derive(Debug)]
+pub(crate) struct Cold {
     pub(crate) chain: HashChain,
     pub(crate) stop: StopTokens,
     pub(crate) cache_salt: Option<Box<[u8]>>,
-    /// Prompt tokens found in the prefix cache at first admission.
-    pub(crate) num_cached_tokens: Option<u32>,
-    pub(crate) num_preemptions: u32,
+    pub(crate) was_admitted: bool,
     pub(crate) ngram: Option<Box<NgramIndex>>,
 }
+
+/// Two cache lines.
+const _: () = assert!(size_of::<Option<Request>>() <= 128);
 
 /// Which tokens end a request.
 #[derive(Debug)]
@@ -153,6 +169,10 @@ pub(crate) enum Stop {
 }
 
 impl StopTokens {
+    fn is_empty(&self, eos_token_ids: &[i32]) -> bool {
+        self.ids.is_empty() && (self.ignore_eos || eos_token_ids.is_empty())
+    }
+
     pub(crate) fn check(&self, token: i32, eos_token_ids: &[i32]) -> Option<Stop> {
         if !self.ignore_eos && eos_token_ids.contains(&token) {
             return Some(Stop::Eos);
@@ -173,13 +193,19 @@ impl Request {
         } = request.0;
         let num_prompt_tokens = prompt.len() as u32;
         let room = config.max_model_len - num_prompt_tokens;
+        let stop = StopTokens {
+            ids: request.0.stop_token_ids.into(),
+            ignore_eos: request.0.ignore_eos,
+        };
+        let most_drafts = config.num_speculative_tokens;
         Self {
             id,
             rank: Rank { priority, arrival },
             slot: None,
             is_finished: false,
-            aborted: false,
+            is_aborted: false,
             is_decoding: false,
+            never_stops: stop.is_empty(&config.eos_token_ids),
             tokens: prompt,
             num_prompt_tokens,
             max_len: num_prompt_tokens + max_tokens.unwrap_or(room).min(room),
@@ -188,19 +214,19 @@ impl Request {
             max_drafts: request
                 .0
                 .num_speculative_tokens
-                .unwrap_or(config.num_speculative_tokens)
-                .min(config.num_speculative_tokens),
+                .map_or(most_drafts, |most| most.min(most_drafts)),
             pages: Vec::new(),
+            num_full_pages: 0,
             num_table_pages: 0,
-            chain: HashChain::default(),
-            stop: StopTokens {
-                ids: request.0.stop_token_ids.into(),
-                ignore_eos: request.0.ignore_eos,
-            },
-            cache_salt: request.0.cache_salt.map(Into::into),
-            num_cached_tokens: None,
+            num_cached_tokens: 0,
             num_preemptions: 0,
-            ngram: None,
+            cold: Box::new(Cold {
+                chain: HashChain::default(),
+                stop,
+                cache_salt: request.0.cache_salt.map(Into::into),
+                was_admitted: false,
+                ngram: None,
+            }),
         }
     }
 

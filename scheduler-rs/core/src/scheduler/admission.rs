@@ -122,9 +122,13 @@ impl Scheduler {
         let request = self.requests[key.index()]
             .as_mut()
             .expect("keys of live requests only");
-        let salt = request.cache_salt.as_deref();
-        self.cache
-            .find(&mut request.chain, salt, &request.tokens, &mut self.found);
+        let cold = &mut *request.cold;
+        self.cache.find(
+            &mut cold.chain,
+            cold.cache_salt.as_deref(),
+            &request.tokens,
+            &mut self.found,
+        );
     }
 
     fn count_decoding(&self, num_running: usize) -> u32 {
@@ -195,7 +199,8 @@ impl Scheduler {
         for &id in &self.found {
             request.pages.extend(self.cache.share(id));
         }
-        request.num_computed_tokens = request.pages.len() as u32 * self.config.page_size;
+        request.num_full_pages = request.pages.len() as u32;
+        request.num_computed_tokens = request.num_full_pages * self.config.page_size;
         while request.pages.len() < num_pages
             && let Some(page) = self.cache.allocate()
         {
@@ -210,12 +215,10 @@ impl Scheduler {
                 index,
                 page: page.id(),
             }));
-        let first_lookup = request
-            .num_cached_tokens
-            .is_none()
-            .then_some((request.len(), request.num_computed_tokens));
+        let is_first = !std::mem::replace(&mut request.cold.was_admitted, true);
+        let first_lookup = is_first.then_some((request.len(), request.num_computed_tokens));
         if let Some((queries, hits)) = first_lookup {
-            request.num_cached_tokens = Some(hits);
+            request.num_cached_tokens = hits;
             self.prefix_queries += u64::from(queries);
             self.prefix_hits += u64::from(hits);
         }

@@ -6,6 +6,7 @@
 
 use super::{NewPage, Scheduler};
 use crate::ids::RequestKey;
+use crate::request::Request;
 
 impl Scheduler {
     /// Pages that hold `positions` positions, which end at the context limit.
@@ -17,44 +18,41 @@ impl Scheduler {
 
     /// Gives every decoding request pages for one token, and for what the drafter writes beyond it.
     pub(super) fn grow_decoding(&mut self) {
-        let extra = self.config.extra_positions();
+        let num_beyond = 1 + self.config.extra_positions();
         let mut i = 0;
-        while i < self.running.len() {
-            let key = self.running[i];
+        while let Some(&key) = self.running.get(i) {
             let request = self.request(key);
-            if request.is_decoding {
-                let needed = self.pages_for(request.num_computed_tokens + 1 + extra);
-                while self.request(key).pages.len() < needed {
-                    if self.extend(key) {
-                        continue;
-                    }
-                    self.preempt_last();
-                    if self.running.len() <= i {
-                        return;
-                    }
+            if request.is_decoding
+                && self.lacks_pages(request, request.num_computed_tokens + num_beyond)
+            {
+                match self.grow(key) {
+                    Some(new_page) => self.building.new_pages.push(new_page),
+                    None => self.preempt_last(),
                 }
+            } else {
+                i += 1;
             }
-            i += 1;
         }
     }
 
-    /// One more page for a running request; false when there is none.
-    pub(super) fn extend(&mut self, key: RequestKey) -> bool {
-        let Some(page) = self.cache.allocate() else {
-            return false;
-        };
-        let request = self.requests[key.index()]
-            .as_mut()
-            .expect("keys of live requests only");
+    /// Whether a request's pages do not hold `positions` positions, which end at the context limit.
+    pub(super) fn lacks_pages(&self, request: &Request, positions: u32) -> bool {
+        positions.min(self.config.max_model_len)
+            > request.pages.len() as u32 * self.config.page_size
+    }
+
+    /// One more page for a running request; None when there is none.
+    pub(super) fn grow(&mut self, key: RequestKey) -> Option<NewPage> {
+        let page = self.cache.allocate()?;
+        let request = self.request_mut(key);
         let slot = request.slot.expect("only running requests grow");
-        let index = request.pages.len() as u32;
-        self.building.new_pages.push(NewPage {
+        let new_page = NewPage {
             slot,
-            index,
+            index: request.pages.len() as u32,
             page: page.id(),
-        });
+        };
         request.pages.push(page);
-        true
+        Some(new_page)
     }
 
     /// Sends the last running request back to wait; it will be computed again, with the prefix cache's help.
@@ -83,6 +81,7 @@ impl Scheduler {
         cache.release_from(&mut request.pages, 0);
         request.num_table_pages = 0;
         request.num_computed_tokens = 0;
+        request.num_full_pages = 0;
         request.is_decoding = false;
         if let Some(slot) = request.slot.take() {
             self.free_slots.push(slot);

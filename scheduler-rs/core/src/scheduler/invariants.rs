@@ -142,6 +142,10 @@ impl Scheduler {
         );
         let num_full = (num_computed / self.config.page_size) as usize;
         ensure!(
+            request.num_full_pages as usize == num_full,
+            "request {id} miscounts its full pages"
+        );
+        ensure!(
             request.pages[num_full..]
                 .iter()
                 .all(|page| !self.cache.pool().is_retained(page.id())),

@@ -10,7 +10,7 @@ use crate::commit::{Events, FinishReason};
 use crate::config::SchedulerConfig;
 use crate::error::{ConfigError, PlanError, RequestError};
 use crate::ids::{PageId, RequestId, RequestKey, Slot, StepId};
-use crate::packed_batch;
+use crate::packed_batch::{self, Counts};
 use crate::prefix_cache::PrefixCache;
 use crate::request::{Rank, Request, ValidRequest};
 use std::collections::{BTreeSet, HashMap};
@@ -24,6 +24,8 @@ pub(crate) struct Row {
     pub(crate) num_drafts: u32,
     /// Whether the row reaches the end of its known tokens.
     pub(crate) samples: bool,
+    /// Drafts that the request's pages hold without growing.
+    pub(crate) most_drafts_in_pages: u32,
 }
 
 impl Row {
@@ -82,6 +84,16 @@ impl PlannedStep {
         self.rows
             .iter()
             .map(|row| (row.slot, row.num_drafts, row.samples))
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        Counts {
+            num_reqs: self.rows.len() as u64,
+            num_tokens: u64::from(self.num_tokens),
+            num_sample_rows: u64::from(self.num_sample_rows),
+            num_new_pages: self.new_pages.len() as u64,
+            num_admitted: self.admitted.len() as u64,
+        }
     }
 
     fn clear(&mut self) {
@@ -220,7 +232,7 @@ impl Scheduler {
         let in_flight = self.in_flight.is_some();
         let request = self.request_mut(key);
         if in_flight && request.slot.is_some() {
-            if !std::mem::replace(&mut request.aborted, true) {
+            if !std::mem::replace(&mut request.is_aborted, true) {
                 self.num_aborted_in_flight += 1;
             }
         } else {
@@ -268,8 +280,8 @@ impl Scheduler {
         self.building.clear();
         self.grow_decoding();
         self.admit_waiting();
-        self.make_rows();
-        self.grant_drafts(draft_lens.unwrap_or_default());
+        self.make_rows(draft_lens.unwrap_or_default());
+        self.grant_drafts();
         if self.building.rows.is_empty() {
             return Ok(None);
         }
@@ -302,7 +314,9 @@ impl Scheduler {
             if let Some((queries, hits)) = admitted.first_lookup {
                 self.prefix_queries -= u64::from(queries);
                 self.prefix_hits -= u64::from(hits);
-                self.request_mut(admitted.key).num_cached_tokens = None;
+                let request = self.request_mut(admitted.key);
+                request.num_cached_tokens = 0;
+                request.cold.was_admitted = false;
             }
             self.leave_slot(admitted.key);
         }
@@ -436,7 +450,7 @@ impl Scheduler {
             .iter()
             .copied()
             .chain(self.waiting.iter().map(|&(_, key)| key));
-        let aborted: Vec<RequestKey> = live.filter(|&key| self.request(key).aborted).collect();
+        let aborted: Vec<RequestKey> = live.filter(|&key| self.request(key).is_aborted).collect();
         for key in aborted {
             self.end_by_abort(key);
         }

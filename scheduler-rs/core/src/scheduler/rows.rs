@@ -1,127 +1,126 @@
 //! Rows of a step under the token budget: decode rows, then prefill chunks, then drafts.
 
-use super::{Row, Scheduler};
+use super::{NewPage, PlannedStep, Row, Scheduler};
 use crate::request::Request;
 
 impl Scheduler {
-    /// One row of one token for each decoding request, then chunks of the others in order of rank.
-    pub(super) fn make_rows(&mut self) {
+    /// One row of one token for each decoding request, with the drafts it wants, then chunks of the others in order
+    /// of rank. `draft_lens` is by slot; empty: none.
+    pub(super) fn make_rows(&mut self, draft_lens: &[i32]) {
         let mut step = std::mem::take(&mut self.building);
-        let mut left = self.config.max_num_batched_tokens;
         for &key in &self.running {
             let request = self.request(key);
             if request.is_decoding
                 && let Some(slot) = request.slot
             {
+                let most = draft_lens
+                    .get(slot.0 as usize)
+                    .map_or(0, |&most| most as u32);
                 step.rows.push(Row {
                     key,
                     slot,
                     num_tokens: 1,
-                    num_drafts: 0,
+                    num_drafts: request.draft_limit().min(most),
                     samples: true,
+                    most_drafts_in_pages: self.most_drafts_in_pages(request),
                 });
-                left -= 1;
             }
         }
         step.num_decode_reqs = step.rows.len();
-        if step.num_decode_reqs < self.running.len() {
-            for &key in &self.running {
-                let request = self.request(key);
-                let num_tokens = request.num_uncomputed_tokens().min(left);
-                if !request.is_decoding
-                    && num_tokens > 0
-                    && let Some(slot) = request.slot
-                {
-                    let samples = num_tokens == request.num_uncomputed_tokens();
-                    step.rows.push(Row {
-                        key,
-                        slot,
-                        num_tokens,
-                        num_drafts: 0,
-                        samples,
-                    });
-                    left -= num_tokens;
-                }
-            }
+        step.num_decode_tokens = step.rows.len() as u32;
+        step.num_sampling_reqs = step.num_decode_tokens;
+        step.num_tokens = step.num_decode_tokens;
+        if step.rows.len() < self.running.len() {
+            self.make_prefill_rows(&mut step);
         }
-        step.num_tokens = self.config.max_num_batched_tokens - left;
-        step.num_decode_tokens = step.num_decode_reqs as u32;
-        step.num_sampling_reqs = step.rows.iter().filter(|row| row.samples).count() as u32;
         step.num_sample_rows = step.num_sampling_reqs;
-        step.num_draft_tokens = 0;
         self.building = step;
     }
 
-    /// Adds drafts to the decode rows, within the limits of each request, the token budget, and the pages that are
-    /// there: nobody is preempted for a draft.
-    pub(super) fn grant_drafts(&mut self, draft_lens: &[i32]) {
+    fn make_prefill_rows(&self, step: &mut PlannedStep) {
+        for &key in &self.running {
+            let request = self.request(key);
+            let num_uncomputed = request.num_uncomputed_tokens();
+            let num_tokens =
+                num_uncomputed.min(self.config.max_num_batched_tokens - step.num_tokens);
+            if !request.is_decoding
+                && num_tokens > 0
+                && let Some(slot) = request.slot
+            {
+                let samples = num_tokens == num_uncomputed;
+                step.rows.push(Row {
+                    key,
+                    slot,
+                    num_tokens,
+                    num_drafts: 0,
+                    samples,
+                    most_drafts_in_pages: 0,
+                });
+                step.num_tokens += num_tokens;
+                step.num_sampling_reqs += u32::from(samples);
+            }
+        }
+    }
+
+    /// Grants the drafts that the decode rows want, within the token budget and the pages that are there: nobody is
+    /// preempted for a draft.
+    pub(super) fn grant_drafts(&mut self) {
         let mut step = std::mem::take(&mut self.building);
         let is_mixed = step.num_decode_reqs < step.rows.len();
-        let allowed = self.config.num_speculative_tokens > 0
-            && !draft_lens.is_empty()
-            && (!is_mixed || self.config.speculate_in_mixed_batches);
-        if allowed {
-            let mut num_wanted = 0;
-            for row in &mut step.rows[..step.num_decode_reqs] {
-                row.num_drafts = self
-                    .request(row.key)
-                    .draft_limit()
-                    .min(draft_lens[row.slot.0 as usize] as u32);
-                num_wanted += row.num_drafts;
-            }
-            let left = self.config.max_num_batched_tokens - step.num_tokens;
-            if num_wanted > left {
-                share_out(&mut step.rows[..step.num_decode_reqs], left);
-            }
+        let rows = &mut step.rows[..step.num_decode_reqs];
+        let mut left = self.config.max_num_batched_tokens - step.num_tokens;
+        if is_mixed && !self.config.speculate_in_mixed_batches {
+            left = 0;
         }
-        self.building = step;
-        if allowed {
-            self.take_draft_pages();
+        if rows.iter().map(|row| row.num_drafts).sum::<u32>() > left {
+            share_out(rows, left);
         }
-    }
-
-    /// Takes pages for the wanted drafts, cuts drafts that have none, and counts the rest into the step.
-    fn take_draft_pages(&mut self) {
-        let extra = self.config.extra_positions();
         let mut num_drafts = 0;
-        for i in 0..self.building.num_decode_reqs {
-            let Row {
-                key,
-                num_drafts: wanted,
-                ..
-            } = self.building.rows[i];
-            let request = self.request(key);
-            let first = request.num_computed_tokens + 1;
-            let needed = self.pages_for(first + wanted + extra);
-            let mut granted = wanted;
-            if request.pages.len() < needed {
-                while self.request(key).pages.len() < needed && self.extend(key) {}
-                granted = wanted.min(self.num_draft_positions(self.request(key), extra));
+        for row in rows {
+            if row.num_drafts > row.most_drafts_in_pages {
+                row.num_drafts = self.take_draft_pages(row, &mut step.new_pages);
             }
-            let row = &mut self.building.rows[i];
-            row.num_drafts = granted;
-            row.num_tokens = 1 + granted;
-            num_drafts += granted;
+            row.num_tokens += row.num_drafts;
+            num_drafts += row.num_drafts;
         }
-        self.building.num_draft_tokens = num_drafts;
-        self.building.num_tokens += num_drafts;
-        self.building.num_decode_tokens += num_drafts;
-        self.building.num_sample_rows += num_drafts;
+        step.num_draft_tokens = num_drafts;
+        step.num_tokens += num_drafts;
+        step.num_decode_tokens += num_drafts;
+        step.num_sample_rows += num_drafts;
+        self.building = step;
     }
 
-    /// Drafts that a request's pages hold beside its next token and what the drafter writes beyond it.
-    fn num_draft_positions(&self, request: &Request, extra: u32) -> u32 {
-        if request.pages.len() == self.config.max_pages_per_seq() as usize {
+    /// Takes pages for a row's drafts while there are any. Returns how many drafts they hold.
+    fn take_draft_pages(&mut self, row: &Row, new_pages: &mut Vec<NewPage>) -> u32 {
+        let num_beyond = 1 + self.config.extra_positions();
+        let positions = self.request(row.key).num_computed_tokens + num_beyond + row.num_drafts;
+        while self.lacks_pages(self.request(row.key), positions)
+            && let Some(new_page) = self.grow(row.key)
+        {
+            new_pages.push(new_page);
+        }
+        row.num_drafts
+            .min(self.most_drafts_in_pages(self.request(row.key)))
+    }
+
+    /// Drafts that a request's pages hold beside its next token and what the drafter writes beyond them.
+    fn most_drafts_in_pages(&self, request: &Request) -> u32 {
+        let num_positions = request.pages.len() as u32 * self.config.page_size;
+        if num_positions >= self.config.max_model_len {
             return u32::MAX;
         }
-        let num_positions = request.pages.len() as u32 * self.config.page_size;
-        num_positions.saturating_sub(request.num_computed_tokens + 1 + extra)
+        num_positions
+            .saturating_sub(request.num_computed_tokens + 1 + self.config.extra_positions())
     }
 }
 
 /// Cuts the rows' drafts to `left` in all: every row keeps as many as the same cap allows, the first ones one more.
 fn share_out(rows: &mut [Row], left: u32) {
     let sum = |rows: &[Row], cap: u32| rows.iter().map(|row| row.num_drafts.min(cap)).sum::<u32>();
+    if left == 0 {
+        rows.iter_mut().for_each(|row| row.num_drafts = 0);
+        return;
+    }
     let mut cap = 0;
     while sum(rows, cap + 1) <= left {
         cap += 1;
