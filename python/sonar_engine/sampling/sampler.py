@@ -29,14 +29,22 @@ class Sampler:
             if greedy:
                 return logits.argmax(dim=1).to(torch.int32)
             return gumbel_argmax(logits, rows.inv_temperature, rows.seeds.lo, rows.seeds.hi, rows.positions)
-        if greedy:  # the rest is not read
-            vectors = [torch.zeros(logits.shape[0])] * 4
-        else:
-            vectors = [rows.inv_temperature, rows.seeds.lo, rows.seeds.hi, rows.positions.contiguous()]
         logits = logits.float().contiguous()
         tokens = torch.empty(logits.shape[0], dtype=torch.int32)
-        addresses = [vector.data_ptr() for vector in vectors]
+        if greedy:  # the seeds are not read
+            inv_temperature = seed_lo = seed_hi = positions = torch.zeros(logits.shape[0])
+        else:
+            inv_temperature, seed_lo, seed_hi = rows.inv_temperature, rows.seeds.lo, rows.seeds.hi
+            positions = rows.positions.contiguous()
         self._cpu_kernels.gumbel_argmax(
-            *logits.shape, logits.data_ptr(), logits.stride(0), *addresses, tokens.data_ptr()
+            logits.shape[0],
+            logits.shape[1],
+            logits.data_ptr(),
+            logits.stride(0),
+            inv_temperature.data_ptr(),
+            seed_lo.data_ptr(),
+            seed_hi.data_ptr(),
+            positions.data_ptr(),
+            tokens.data_ptr(),
         )
         return tokens
