@@ -87,7 +87,7 @@ def plan_kv_cache(engine: EngineConfig, model: ModelConfig, max_model_len: int, 
 def allocate_kv_cache(
     plan: KvCachePlan, model: ModelConfig, max_num_seqs: int, dtype: torch.dtype, device: torch.device
 ) -> KvCache:
-    """Zeroed tensors. On a CPU the memory becomes resident only as pages are written."""
+    """Zeroed tensors. On a CPU memory becomes resident as it is written, a huge page at a time where there are any."""
     shape = (plan.num_pages, 2, plan.page_size, model.num_kv_heads, model.head_dim)
     try:
         layers = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
