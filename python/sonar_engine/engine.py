@@ -92,10 +92,14 @@ class Engine:
     def validate(self, prompt: Sequence[int] | np.ndarray, params: SamplingParams) -> tuple[np.ndarray, SamplingParams]:
         """The prompt as int32 [P] and the parameters with defaults filled in; raises InvalidRequestError."""
         tokens = _as_tokens(prompt, self.info.vocab_size)
-        vocab_size, max_model_len = self.info.vocab_size, self.info.max_model_len
-        return tokens, validate(
-            params, vocab_size=vocab_size, max_model_len=max_model_len, num_prompt_tokens=len(tokens)
+        checked = validate(
+            params,
+            vocab_size=self.info.vocab_size,
+            max_model_len=self.info.max_model_len,
+            num_prompt_tokens=len(tokens),
+            eos_token_ids=self.info.eos_token_ids,
         )
+        return tokens, checked
 
     def abort(self, request_id: int) -> None:
         """End a request at whatever point it is; an unknown id is ignored. Thread-safe."""

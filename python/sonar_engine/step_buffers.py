@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sonar_kernels import update_page_table
 
 from sonar_engine.errors import ConfigError, StaleStepError
 
@@ -164,7 +165,9 @@ class StepBuffers:
         views = {name: device[start:end] for name, (start, end) in spans.items()}
         host_views = {name: host[start:end] for name, (start, end) in spans.items()}
         if header["num_new_pages"]:
-            self._page_table[views["new_page_slots"], views["new_page_indices"]] = views["new_page_ids"]
+            update_page_table(
+                self._page_table, views["new_page_slots"], views["new_page_indices"], views["new_page_ids"]
+            )
         fields: dict[str, Any] = {name: header[name] for name in _BATCH_COUNTS}
         fields |= {name: views[name] for name in _BATCH_TENSORS}
         return BatchMetadata(
