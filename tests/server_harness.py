@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import psutil
-from sonar_engine.engine_client import EngineClient, Launcher
+from sonar_engine.engine_client import EngineClient
+from sonar_engine.engine_connection import Launcher
 from sonar_engine.server.app import create_app
 from sonar_engine.server.config import ServerConfig
 from sonar_engine.server.state import ServerState

@@ -16,7 +16,8 @@ import msgspec
 import psutil
 import pytest
 from sonar_engine import engine_messages as messages
-from sonar_engine.engine_client import EngineClient, launch_process
+from sonar_engine.engine_client import EngineClient
+from sonar_engine.engine_connection import launch_process
 from sonar_engine.engine_process import EngineLoop, load_factory
 from sonar_engine.errors import EngineDeadError, InvalidRequestError, ModelLoadError, QueueFullError
 from sonar_engine.testing.engine_thread import launch_thread

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from server_harness import CHAT, COMPLETIONS, HELLO, Events, Served, serving
-from sonar_engine.engine_client import launch_process
+from sonar_engine.engine_connection import launch_process
 from sonar_engine.server.config import ServerConfig
 from sonar_engine.testing.fake_engine import FakeOptions
 

@@ -5,51 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import shutil
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
-import zmq
-import zmq.asyncio
 
 from sonar_engine import engine_messages as messages
 from sonar_engine.config import EngineConfig
+from sonar_engine.engine_connection import EngineConnection, Launcher, launch_process
 from sonar_engine.engine_process import DEFAULT_FACTORY
 from sonar_engine.errors import EngineDeadError, SonarError
 from sonar_engine.events import OutputCollector
 from sonar_engine.output_stream import OutputStream
 from sonar_engine.types import EngineInfo, EngineStats, RequestMetrics, RequestOutput, SamplingParams
 
-MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 CALL_TIMEOUT = 30.0  # seconds
-
-
-class EngineHandle(Protocol):
-    """A started engine's process."""
-
-    @property
-    def pid(self) -> int: ...
-    async def wait(self) -> int: ...
-    def kill(self) -> None: ...
-
-
-Launcher = Callable[[str, str], Awaitable[EngineHandle]]  # (endpoint, factory)
 OnProgress = Callable[[str, int, int], None]  # (stage, done, total)
-
-
-async def launch_process(endpoint: str, factory: str) -> EngineHandle:
-    """A fresh interpreter, so that the caller's main module is not imported again."""
-    arguments = ["--endpoint", endpoint, "--parent", str(os.getpid()), "--factory", factory]
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "sonar_engine.engine_process", *arguments, stdin=asyncio.subprocess.DEVNULL
-    )
 
 
 class EngineClient:
@@ -79,7 +52,7 @@ class EngineClient:
         self._info: EngineInfo | None = None
         self._loaded = False
         self._stats: EngineStats | None = None
-        self._connection: _Connection | None = None
+        self._connection: EngineConnection | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._collector = OutputCollector()
         self._streams: dict[int, OutputStream] = {}  # by request id
@@ -101,7 +74,7 @@ class EngineClient:
         self._on_progress = on_progress
         self._collector = OutputCollector()
         self._death, self._died, self._loaded = None, asyncio.Event(), False
-        self._connection = await _Connection.open(self._launch, self._factory)
+        self._connection = await EngineConnection.open(self._launch, self._factory)
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[EngineInfo] = loop.create_future()
         self._calls[0] = ready
@@ -370,52 +343,3 @@ class EngineClient:
         streams, self._streams = self._streams, {}
         for stream in set(streams.values()):
             stream.fail(EngineDeadError(str(error)))
-
-
-class _Connection:
-    """A bound socket in a private folder, and the process at its other end."""
-
-    def __init__(
-        self, folder: Path, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, handle: EngineHandle
-    ) -> None:
-        self.folder = folder
-        self.context = context
-        self.socket = socket
-        self.handle = handle
-
-    @classmethod
-    async def open(cls, launch: Launcher, factory: str) -> _Connection:
-        folder = _private_folder()
-        context = zmq.asyncio.Context()
-        socket = context.socket(zmq.PAIR)
-        try:
-            socket.set_hwm(0)  # the sender never blocks; what is in flight is bounded by the requests' max_tokens
-            socket.setsockopt(zmq.LINGER, 0)
-            endpoint = f"ipc://{folder / 'engine'}"
-            socket.bind(endpoint)
-            return cls(folder, context, socket, await launch(endpoint, factory))
-        except BaseException:
-            socket.close(0)
-            context.term()
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self.handle.kill()
-
-    async def close(self) -> None:
-        self.kill()
-        await self.handle.wait()
-        self.socket.close(0)
-        self.context.term()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _private_folder() -> Path:
-    """A new folder of mode 0700 whose path leaves room for a socket's name."""
-    folder = Path(tempfile.mkdtemp(prefix="sonar-"))
-    if len(str(folder / "engine").encode()) <= MAX_SOCKET_PATH:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="sonar-", dir="/tmp"))

@@ -59,8 +59,7 @@ class Generation:
         stream = self._opened()
         while not stream.finished:
             outputs = await stream.wait(self._next_timeout(patience))
-            if not outputs:
-                self._check_deadline()
+            self._check_deadline()
             now = time.monotonic()
             news: Deltas = []
             for output in outputs:
