@@ -33,7 +33,7 @@ def measure_scheduler(num_requests: int, num_drafts: int, num_steps: int, seed: 
     plan_times, commit_times = [], []
     for step in range(WARM_UP_STEPS + num_steps):
         before = time.perf_counter()
-        step_id = scheduler.plan(step % 2, draft_lens)
+        step_id = scheduler.plan(step % 2, draft_lens) or 0
         planned = time.perf_counter()
         scheduler.commit(step_id, emitted[step % NUM_PATTERNS], tokens[step % NUM_PATTERNS])
         plan_times.append(planned - before)
@@ -80,6 +80,6 @@ def _fill(scheduler: Scheduler, num_requests: int, random: np.random.Generator) 
     for request_id in range(1, num_requests + 1):
         prompt = random.integers(0, VOCAB_SIZE, PROMPT_LEN, np.int32)
         scheduler.submit(request_id, prompt, max_tokens=None, ignore_eos=True)
-    step_id = scheduler.plan(0, None)
+    step_id = scheduler.plan(0, None) or 0  # ids start at 1: with nothing planned, commit says what is wrong
     rows = int(scheduler.slot(0)[HEADER["num_reqs"]])
     scheduler.commit(step_id, np.ones(rows, np.int32), np.ones((rows, 1), np.int32))
