@@ -215,9 +215,6 @@ class CpuKernels:
     @property
     def level(self) -> str:
         """Name of the vector level in use."""
-    @property
-    def uses_openmp(self) -> bool:
-        """Whether work runs on the process's OpenMP team."""
     def pack(
         self, weight: int, stride: int, out_features: int, in_features: int, dtype_code: int, bias: int
     ) -> CpuWeight:

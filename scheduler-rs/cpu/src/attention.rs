@@ -95,6 +95,8 @@ pub struct Tensors {
     pub v: Matrix,
     /// Output, as queries.
     pub out: MatrixMut,
+    /// The layer's cache.
+    pub cache: LayerCache,
 }
 
 /// Writes k and v at `batch.slot_mapping`, then attends.
@@ -109,10 +111,10 @@ pub unsafe fn attend(
     geometry: &Geometry,
     plan: &Plan,
     batch: &Batch<'_>,
-    cache: LayerCache,
     tensors: &Tensors,
 ) {
-    write_cache(threads, geometry, batch, cache, tensors);
+    let cache = tensors.cache;
+    write_cache(threads, geometry, batch, tensors);
     let heads = geometry.num_kv_heads;
     with_element!(cache.dtype, E, {
         threads.run(plan.blocks().len() * heads, &|worker, task| {
@@ -125,7 +127,6 @@ pub unsafe fn attend(
                 batch,
                 block,
                 kv_head: task % heads,
-                cache,
                 tensors,
                 scratch: scratch::Scratch::new(
                     &mut buffer,
@@ -143,9 +144,9 @@ unsafe fn write_cache(
     threads: &Threads,
     geometry: &Geometry,
     batch: &Batch<'_>,
-    cache: LayerCache,
     tensors: &Tensors,
 ) {
+    let cache = tensors.cache;
     let tokens = batch.slot_mapping.len();
     let bytes = geometry.num_kv_heads * geometry.head_dim * cache.dtype.size();
     let blocks = if tokens * bytes < (64 << 10) {
@@ -213,7 +214,6 @@ struct BlockTask<'a, E> {
     batch: &'a Batch<'a>,
     block: plan::Block,
     kv_head: usize,
-    cache: LayerCache,
     tensors: &'a Tensors,
     scratch: scratch::Scratch,
     marker: std::marker::PhantomData<E>,

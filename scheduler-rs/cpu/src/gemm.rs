@@ -134,7 +134,7 @@ impl<E: Element> Kernel for Task<'_, E> {
         match count {
             1 => span::<S, E, 1, 4>(self.product, first_row, first, end),
             2 => span::<S, E, 2, 2>(self.product, first_row, first, end),
-            3 => span::<S, E, 3, 2>(self.product, first_row, first, end),
+            3 => span::<S, E, 3, 1>(self.product, first_row, first, end),
             _ => {
                 for panel in first..end {
                     for tile in 0..count.div_ceil(crate::tile::MAX_ROWS) {

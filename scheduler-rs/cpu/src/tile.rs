@@ -34,6 +34,7 @@ const PREFETCH_AHEAD: usize = 1024;
 ///
 /// `FETCH` asks for panel memory ahead of use: for panels that stream from memory.
 #[inline(always)]
+#[allow(clippy::needless_range_loop)] // constant bounds: the loops unroll and the arrays stay in registers
 pub(crate) unsafe fn accumulate<
     S: Simd,
     E: Element,

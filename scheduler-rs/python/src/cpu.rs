@@ -44,7 +44,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The vector level and the thread team.
+/// The vector level and the team of threads.
 pub(crate) struct Runtime {
     pub level: Level,
     pub threads: Threads,
@@ -96,12 +96,6 @@ impl CpuKernels {
     #[getter]
     fn level(&self) -> &'static str {
         self.runtime.level.name()
-    }
-
-    /// Whether work runs on the process's OpenMP team.
-    #[getter]
-    fn uses_openmp(&self) -> bool {
-        self.runtime.threads.uses_openmp()
     }
 
     /// Packs a weight `[out_features, in_features]`; `bias` is fp32 `[out_features]`, 0 for none.

@@ -185,10 +185,10 @@ impl CpuAttention {
             k: source(k, k_stride, tokens, kv_cols, self.dtype),
             v: source(v, v_stride, tokens, kv_cols, self.dtype),
             out: target(out, q_cols, tokens, q_cols, self.dtype),
-        };
-        let cache = LayerCache {
-            ptr: *cache as *mut u8,
-            dtype: self.dtype,
+            cache: LayerCache {
+                ptr: *cache as *mut u8,
+                dtype: self.dtype,
+            },
         };
         let work = plan.work() * q_cols;
         let run = || {
@@ -202,7 +202,6 @@ impl CpuAttention {
                     &geometry,
                     plan,
                     &batch,
-                    cache,
                     &tensors,
                 )
             };

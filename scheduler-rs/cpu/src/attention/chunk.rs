@@ -121,7 +121,7 @@ unsafe fn product<S: Simd, const MR: usize>(
     add: bool,
 ) {
     let mut panel = 0;
-    if MR <= 3 {
+    if MR <= 2 {
         while panel + 2 <= num_panels {
             product_of::<S, MR, 2>(
                 rows,

@@ -18,7 +18,7 @@ impl Chunk {
     /// The chunk from position `start`, cut at the block's end; may be empty.
     #[inline(always)]
     pub unsafe fn locate<E>(task: &BlockTask<'_, E>, start: usize) -> Chunk {
-        let pair = CachePair::new(task.geometry, task.cache);
+        let pair = CachePair::new(task.geometry, task.tensors.cache);
         let page_size = task.geometry.page_size;
         let count = CHUNK.min(task.block.kv_len.saturating_sub(start));
         let head_offset = task.kv_head * task.geometry.head_dim * size_of::<E>();
