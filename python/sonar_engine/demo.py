@@ -18,10 +18,10 @@ QUESTIONS = (
 )
 ANSWER_LEN = 96
 REPEATING_PROMPT = (
-    "A list of the days, each with its weather.\n"
-    "Monday: sunny in the morning, cloudy in the afternoon.\n"
-    "Tuesday: sunny in the morning, cloudy in the afternoon.\n"
-    "Wednesday: sunny in the morning, cloudy in the afternoon.\n"
+    "The weather of the year, month by month.\n"
+    "January: mist in the morning, sun in the afternoon, clear sky at night.\n"
+    "February: mist in the morning, sun in the afternoon, clear sky at night.\n"
+    "March: mist in the morning, sun in the afternoon, clear sky at night.\n"
 )
 REPEATING_LEN = 192
 RUNS = 3  # of each, in turn; the fastest counts
@@ -74,8 +74,8 @@ def _timed(session: Session, prompt: list[int], params: SamplingParams, show: bo
 def _show_drafting(session: Session) -> None:
     """The same prompt with n-gram drafting and without; the engine gives the same tokens either way."""
     prompt = session.encode(REPEATING_PROMPT)
-    drafting = SamplingParams(temperature=0.0, max_tokens=REPEATING_LEN, ignore_eos=True)
-    plain = SamplingParams(temperature=0.0, max_tokens=REPEATING_LEN, ignore_eos=True, speculative_enabled=False)
+    drafting = SamplingParams(temperature=0.0, max_tokens=REPEATING_LEN)
+    plain = SamplingParams(temperature=0.0, max_tokens=REPEATING_LEN, speculative_enabled=False)
     print(f"> {REPEATING_PROMPT}", flush=True)
     with_drafts = [_timed(session, prompt, drafting, show=True)]
     without = [_timed(session, prompt, plain)]
