@@ -11,6 +11,16 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+__all__ = [
+    "CpuAttention",
+    "CpuKernels",
+    "CpuWeight",
+    "Events",
+    "Scheduler",
+    "Stats",
+    "__version__",
+]
+
 __version__: str
 
 @final

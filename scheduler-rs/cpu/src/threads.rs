@@ -128,7 +128,7 @@ impl Shared {
         self.region
             .store((&raw const *region).cast_mut().cast(), Ordering::SeqCst);
         let epoch = (self.gate.load(Ordering::SeqCst) / EPOCH + 1) & (u64::MAX / EPOCH);
-        self.gate.store(epoch * EPOCH | OPEN, Ordering::SeqCst);
+        self.gate.store((epoch * EPOCH) | OPEN, Ordering::SeqCst);
         self.rouse();
         region.work(0);
         self.gate.fetch_and(!OPEN, Ordering::SeqCst);
