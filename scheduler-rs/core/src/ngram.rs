@@ -1,16 +1,17 @@
 //! Drafts by look-up: the tokens that followed the most recent earlier occurrence of the sequence's last tokens.
 //!
 //! Each request has an index of its n-grams, built when first asked and continued as tokens are committed, so that a
-//! proposal costs the same whatever the length of the history. The index is a table of fixed size: a newer n-gram may
-//! displace an older one, and every hit is compared token by token, so a displaced entry loses a draft and never makes
-//! a wrong match.
+//! proposal costs the same whatever the length of the history. The index has a fixed size: in a long sequence a newer
+//! n-gram may displace another one, which loses a draft. A hit is compared token by token, so it is never a wrong one.
 
 use crate::request::Request;
 use crate::scheduler::Scheduler;
 use thiserror::Error;
 
-const MIN_ENTRIES: usize = 1 << 8;
-const MAX_ENTRIES: usize = 1 << 16;
+const MIN_PLACES: usize = 1 << 6;
+const MAX_PLACES: usize = 1 << 15;
+/// Places at which an n-gram may stand, from its hash on.
+const NUM_PROBES: usize = 4;
 const EMPTY: u32 = 0;
 
 /// Arguments of a proposal that cannot work.
@@ -29,24 +30,30 @@ pub enum NgramError {
     },
 }
 
-/// Where each n-gram of a sequence ended last.
+/// Where each n-gram of a sequence ended last: a hash table for each n.
 #[derive(Debug)]
 pub(crate) struct NgramIndex {
     min_n: usize,
     max_n: usize,
-    /// Ends of n-grams (the position after the last token), at the n-gram's hash; 0: none.
-    table: Vec<u32>,
-    /// N-grams that end at `..=num_indexed` are in the table.
+    /// Places of each table, a power of two.
+    num_places: usize,
+    /// Ends of n-grams (the position after the last token), `[max_n - min_n + 1, num_places]`; `EMPTY`: none.
+    ends: Vec<u32>,
+    /// N-grams that end at `..=num_indexed` are in the tables.
     num_indexed: usize,
 }
 
 impl NgramIndex {
     fn new(min_n: usize, max_n: usize, max_len: usize) -> Self {
-        let entries = (2 * max_len * (max_n - min_n + 1)).next_power_of_two();
+        let num_places = (2 * max_len)
+            .next_power_of_two()
+            .clamp(MIN_PLACES, MAX_PLACES);
+        let ends = vec![EMPTY; num_places * (max_n - min_n + 1)];
         Self {
             min_n,
             max_n,
-            table: vec![EMPTY; entries.clamp(MIN_ENTRIES, MAX_ENTRIES)],
+            num_places,
+            ends,
             num_indexed: 0,
         }
     }
@@ -58,8 +65,8 @@ impl NgramIndex {
             for n in 1..=self.max_n.min(end) {
                 hash = mix(hash, tokens[end - n]);
                 if n >= self.min_n {
-                    let at = self.place(hash);
-                    self.table[at] = end as u32;
+                    let place = self.place(tokens, n, hash, &tokens[end - n..end]);
+                    self.ends[place] = end as u32;
                 }
             }
             self.num_indexed = end;
@@ -72,20 +79,28 @@ impl NgramIndex {
         let mut found = None;
         for n in 1..=self.max_n.min(tokens.len() - 1) {
             hash = mix(hash, tokens[tokens.len() - n]);
-            if n < self.min_n {
-                continue;
-            }
-            let end = self.table[self.place(hash)] as usize;
-            if end >= n && tokens[end - n..end] == tokens[tokens.len() - n..] {
-                found = Some(end);
+            if n >= self.min_n {
+                let suffix = &tokens[tokens.len() - n..];
+                let end = self.ends[self.place(tokens, n, hash, suffix)] as usize;
+                if end >= n && tokens[end - n..end] == *suffix {
+                    found = Some(end);
+                }
             }
         }
         found
     }
 
-    fn place(&self, hash: u64) -> usize {
+    /// Where an n-gram stands or would be entered: its own place, else an empty one, else the first one.
+    fn place(&self, tokens: &[i32], n: usize, hash: u64, ngram: &[i32]) -> usize {
+        let table = (n - self.min_n) * self.num_places;
         // The high bits of a product are the well mixed ones.
-        (hash >> 32) as usize & (self.table.len() - 1)
+        let first = (hash >> 32) as usize;
+        let places = (0..NUM_PROBES).map(|probe| table + ((first + probe) & (self.num_places - 1)));
+        let is_its_own = |end: usize| end == EMPTY as usize || tokens[end - n..end] == *ngram;
+        places
+            .clone()
+            .find(|&place| is_its_own(self.ends[place] as usize))
+            .unwrap_or(table + (first & (self.num_places - 1)))
     }
 }
 
