@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from sonar_engine.errors import SonarError
@@ -21,6 +22,8 @@ class OutputStream:
         self._open = set(request_ids)
         self._outputs: list[RequestOutput] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake_at = math.inf  # in the loop's time
         self._error: SonarError | None = None
 
     @property
@@ -47,13 +50,28 @@ class OutputStream:
     async def _sleep(self, timeout: float | None) -> None:
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        timer = None if timeout is None else loop.call_later(timeout, self._wake)
+        self._wake_at = math.inf if timeout is None else loop.time() + timeout
+        if timeout is not None and (self._timer is None or self._timer.when() > self._wake_at):
+            self._arm(loop)
         try:
             await self._waiter
         finally:
             self._waiter = None
-            if timer is not None:
-                timer.cancel()
+
+    def _arm(self, loop: asyncio.AbstractEventLoop) -> None:
+        """One timer serves many waits: a wait that ends early leaves it, and it moves on when it fires too soon."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(self._wake_at, self._on_timer, loop)
+
+    def _on_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        if self._waiter is None or self._wake_at == math.inf:
+            return
+        if loop.time() >= self._wake_at:
+            self._wake()
+        else:
+            self._arm(loop)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -91,6 +109,9 @@ class OutputStream:
 
     def close(self) -> None:
         """End all that still runs."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._open:
             still_open = sorted(self._open)
             self._open.clear()
