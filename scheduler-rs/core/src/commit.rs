@@ -193,7 +193,7 @@ impl Scheduler {
             self.commit_row(i, row, verdict.row(i), events, &mut done);
         }
         events.resize(done.num_events);
-        self.cache.insert_filled();
+        self.insert_filled();
         if done.num_ended > 0 {
             self.end_finished(&step);
         }
@@ -265,7 +265,7 @@ impl Scheduler {
         // Of the emitted tokens all but the last were computed as drafts; so were the known tokens before them.
         request.num_computed_tokens += row.num_tokens - row.num_drafts + num_kept.saturating_sub(1);
         request.is_decoding = row.samples;
-        settle_pages(cache, request, config);
+        settle_pages(row.key, cache, request, config);
         if num_kept > 0 {
             let outcome = Outcome {
                 num_tokens: num_kept as usize,
@@ -300,7 +300,12 @@ impl Scheduler {
 }
 
 /// Hands pages that have filled up to the prefix cache and gives back those that only drafts needed.
-fn settle_pages(cache: &mut PrefixCache, request: &mut Request, config: &SchedulerConfig) {
+fn settle_pages(
+    key: RequestKey,
+    cache: &mut PrefixCache,
+    request: &mut Request,
+    config: &SchedulerConfig,
+) {
     let page_size = config.page_size;
     if request.num_computed_tokens >= (request.num_full_pages + 1) * page_size {
         let pages =
@@ -308,6 +313,7 @@ fn settle_pages(cache: &mut PrefixCache, request: &mut Request, config: &Schedul
         request.num_full_pages = pages.end as u32;
         let cold = &mut *request.cold;
         cache.fill(
+            key,
             &mut cold.chain,
             cold.cache_salt.as_deref(),
             &request.tokens,

@@ -5,7 +5,7 @@
 //! construct a collision. Only full pages of committed tokens enter; pages without an owner stay until they are the
 //! least recently used ones and somebody needs a page. Sizes are in pages.
 
-use crate::ids::PageId;
+use crate::ids::{PageId, RequestKey};
 use crate::page_pool::{Page, PagePool};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -55,7 +55,8 @@ struct PageHasher {
     page_key: [u8; 32],
     root_key: [u8; 32],
     id_bytes: usize,
-    /// Parent's hash, token ids, and 4 bytes that are not hashed.
+    /// Bytes that are hashed: the parent's hash and the token ids.
+    input_len: usize,
     buffer: Vec<u8>,
 }
 
@@ -66,7 +67,8 @@ impl PageHasher {
             page_key: blake3::derive_key("sonar prefix cache: page", cache_key),
             root_key: blake3::derive_key("sonar prefix cache: root", cache_key),
             id_bytes,
-            buffer: vec![0; 16 + page_size as usize * id_bytes + 4],
+            input_len: 16 + page_size as usize * id_bytes,
+            buffer: Vec::new(),
         }
     }
 
@@ -79,15 +81,30 @@ impl PageHasher {
     }
 
     fn page(&mut self, parent: PageHash, tokens: &[i32]) -> PageHash {
-        self.buffer[..8].copy_from_slice(&parent.0[0].to_le_bytes());
-        self.buffer[8..16].copy_from_slice(&parent.0[1].to_le_bytes());
-        let mut at = 16;
-        for token in tokens {
-            // The fourth byte is written over by the next token, the last one's lies behind the hashed part.
-            self.buffer[at..at + 4].copy_from_slice(&token.to_le_bytes());
-            at += self.id_bytes;
+        let mut buffer = std::mem::take(&mut self.buffer);
+        buffer.clear();
+        self.write(parent, tokens, &mut buffer);
+        let hash = self.finish(&buffer);
+        self.buffer = buffer;
+        hash
+    }
+
+    /// Appends what is hashed of a page.
+    fn write(&self, parent: PageHash, tokens: &[i32], out: &mut Vec<u8>) {
+        let start = out.len();
+        // Four bytes an id: the last ones are written over by the next id, and cut off behind the last one.
+        out.resize(start + self.input_len + 4, 0);
+        let to = &mut out[start..];
+        to[..8].copy_from_slice(&parent.0[0].to_le_bytes());
+        to[8..16].copy_from_slice(&parent.0[1].to_le_bytes());
+        for (i, token) in tokens.iter().enumerate() {
+            to[16 + i * self.id_bytes..][..4].copy_from_slice(&token.to_le_bytes());
         }
-        PageHash::cut(&blake3::keyed_hash(&self.page_key, &self.buffer[..at]))
+        out.truncate(start + self.input_len);
+    }
+
+    fn finish(&self, input: &[u8]) -> PageHash {
+        PageHash::cut(&blake3::keyed_hash(&self.page_key, input))
     }
 }
 
@@ -109,8 +126,24 @@ pub struct PrefixCache {
     page_size: usize,
     /// Pages to be entered.
     filled: Vec<(PageHash, PageId)>,
+    /// Pages to be hashed and entered, and what is hashed of each.
+    gathered: Vec<(RequestKey, PageId)>,
+    unhashed: Vec<u8>,
     enabled: bool,
     epoch: u64,
+}
+
+impl HashChain {
+    /// Appends the hash of the next page.
+    pub(crate) fn push(&mut self, hash: PageHash) {
+        self.hashes.push(hash);
+    }
+
+    /// Makes room for the hashes of `num_pages` pages in all.
+    pub(crate) fn reserve(&mut self, num_pages: usize) {
+        self.hashes
+            .reserve(num_pages.saturating_sub(self.hashes.len()));
+    }
 }
 
 impl PrefixCache {
@@ -131,6 +164,8 @@ impl PrefixCache {
             hasher: PageHasher::new(&config.cache_key, config.page_size, config.vocab_size),
             page_size: config.page_size as usize,
             filled: Vec::new(),
+            gathered: Vec::new(),
+            unhashed: Vec::new(),
             enabled: config.enable_prefix_caching,
             epoch: 0,
         }
@@ -198,10 +233,14 @@ impl PrefixCache {
         self.pool.share(id)
     }
 
-    /// Hashes the full pages `range` of a sequence, whose tokens are all computed and committed, for
-    /// [`Self::insert_filled`].
-    pub fn fill(
+    /// Takes note of the full pages `range` of a sequence, whose tokens are all computed and committed, for
+    /// [`Self::insert_filled`]; `owner` is named there again.
+    ///
+    /// A step fills pages of many sequences. What is hashed is copied together first, so that the cache misses of all
+    /// of them overlap, and so do those of the index later.
+    pub(crate) fn fill(
         &mut self,
+        owner: RequestKey,
         chain: &mut HashChain,
         salt: Option<&[u8]>,
         tokens: &[i32],
@@ -212,15 +251,33 @@ impl PrefixCache {
         if !self.enabled || chain.epoch != self.epoch {
             return;
         }
-        for page in range {
-            let hash = self.hash(chain, salt, tokens, page);
-            self.filled.push((hash, pages[page].id()));
+        for page in range.clone() {
+            let id = pages[page].id();
+            if page + 1 == range.end && page > 0 && chain.hashes.len() <= page {
+                let parent = self.hash(chain, salt, tokens, page - 1);
+                let tokens = &tokens[page * self.page_size..(page + 1) * self.page_size];
+                self.hasher.write(parent, tokens, &mut self.unhashed);
+                self.gathered.push((owner, id));
+            } else {
+                let hash = self.hash(chain, salt, tokens, page);
+                self.filled.push((hash, id));
+            }
         }
     }
 
     /// Enters the pages that were filled. Content that is already in the index under another page stays there alone.
-    /// One loop over all of them, so that their cache misses overlap; their owners still hold the pages.
-    pub fn insert_filled(&mut self) {
+    /// `store` receives each hash that belongs at the end of its owner's chain. The owners still hold the pages.
+    pub(crate) fn insert_filled(&mut self, mut store: impl FnMut(RequestKey, PageHash)) {
+        for ((owner, id), input) in self
+            .gathered
+            .drain(..)
+            .zip(self.unhashed.chunks_exact(self.hasher.input_len))
+        {
+            let hash = self.hasher.finish(input);
+            store(owner, hash);
+            self.filled.push((hash, id));
+        }
+        self.unhashed.clear();
         for (hash, id) in self.filled.drain(..) {
             if let Entry::Vacant(entry) = self.index.entry(hash) {
                 entry.insert(id);

@@ -7,6 +7,9 @@ use crate::ngram::NgramIndex;
 use crate::page_pool::Page;
 use crate::prefix_cache::HashChain;
 
+/// Output tokens for which memory is set aside at admission.
+const MAX_RESERVED_TOKENS: u32 = 16_384;
+
 /// What a caller asks for.
 #[derive(Clone, Debug)]
 pub struct NewRequest {
@@ -233,6 +236,16 @@ impl Request {
     /// Prompt and output tokens so far.
     pub(crate) fn len(&self) -> u32 {
         self.tokens.len() as u32
+    }
+
+    /// Makes room for what the request can grow to, so that decoding moves no memory; a very long one grows in pieces.
+    pub(crate) fn reserve(&mut self, page_size: u32) {
+        let max_len = self.max_len.min(self.len() + MAX_RESERVED_TOKENS);
+        let num_pages = max_len.div_ceil(page_size) as usize + 1;
+        self.tokens.reserve(max_len as usize - self.tokens.len());
+        self.pages
+            .reserve(num_pages.saturating_sub(self.pages.len()));
+        self.cold.chain.reserve(num_pages);
     }
 
     /// Known tokens that are still to be computed, at least 1 between steps.

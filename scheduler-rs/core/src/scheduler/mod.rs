@@ -418,6 +418,17 @@ impl Scheduler {
         (&mut self.cache, request, &self.config)
     }
 
+    /// Enters the pages that a commit has filled into the prefix cache.
+    pub(crate) fn insert_filled(&mut self) {
+        let requests = &mut self.requests;
+        self.cache.insert_filled(|key, hash| {
+            let request = requests[key.index()]
+                .as_mut()
+                .expect("requests end after their pages are entered");
+            request.cold.chain.push(hash);
+        });
+    }
+
     /// Removes a request and gives back all it holds. Its final event is the caller's to write.
     pub(crate) fn end(&mut self, key: RequestKey) {
         let request = self.request(key);
