@@ -15,13 +15,14 @@ from sonar_engine.config import EngineConfig
 from sonar_engine.drafters.base import Draft
 from sonar_engine.errors import ConfigError
 from sonar_engine.kv_cache import KvCache, allocate_kv_cache, plan_kv_cache
-from sonar_engine.layers.select import LinearBackend, select_ops
+from sonar_engine.layers.select import LinearBackend, cpu_kernels, num_threads, select_ops
 from sonar_engine.models.llama import LlamaForCausalLM
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.weights import load_weights
 from sonar_engine.step_buffers import BatchMetadata
 
 if TYPE_CHECKING:
+    from sonar_engine._scheduler import CpuKernels
     from sonar_engine.models.registry import ResolvedModel
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
@@ -41,6 +42,7 @@ class ModelRunner:
     max_model_len: int  # tokens, prompt and output together
     linear_backend: LinearBackend
     attention_backend: AttentionBackend
+    cpu_kernels: CpuKernels | None  # of the model's operations, when they run on them
     weight_bytes: int  # parameters as loaded, a tied head once
 
     @classmethod
@@ -52,8 +54,7 @@ class ModelRunner:
         Sizes and backends are settled before any weight is read. Raises ConfigError for options that cannot work
         with this model or machine, ModelLoadError for files that are damaged or not supported.
         """
-        if engine_config.num_threads is not None:
-            torch.set_num_threads(engine_config.num_threads)
+        torch.set_num_threads(num_threads(engine_config))
         device = choose_device(engine_config)
         config = ModelConfig.load(resolved.path)
         dtype = choose_dtype(engine_config, config)
@@ -75,6 +76,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             linear_backend=linear_backend,
             attention_backend=attention_backend,
+            cpu_kernels=cpu_kernels(ops),
             weight_bytes=weight_bytes,
         )
         runner.warm_up()

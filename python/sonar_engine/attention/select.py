@@ -13,7 +13,7 @@ from sonar_engine.config import EngineConfig
 from sonar_engine.errors import ConfigError
 from sonar_engine.kv_cache import KvCache
 from sonar_engine.layers.base import Ops
-from sonar_engine.layers.select import native_extension_error
+from sonar_engine.layers.select import cpu_kernels, native_extension_error, num_threads
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.step_buffers import BatchMetadata
 
@@ -102,10 +102,9 @@ def _builder(
     scale = model.head_dim**-0.5
     if backend == "native":
         from sonar_engine.attention.native_attention import NativeAttention
-        from sonar_engine.layers.native import NativeOps
 
-        kernels = ops.kernels if isinstance(ops, NativeOps) else None
-        return lambda window: NativeAttention(cache.layers, scale, window, torch.get_num_threads(), kernels=kernels)
+        kernels = cpu_kernels(ops)
+        return lambda window: NativeAttention(cache.layers, scale, window, num_threads(engine), kernels=kernels)
     if backend == "flashinfer":
         from sonar_engine.attention.flashinfer_attention import FlashInferAttention
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -10,6 +11,9 @@ from sonar_engine.config import EngineConfig
 from sonar_engine.errors import ConfigError
 from sonar_engine.layers.base import Ops
 from sonar_engine.layers.torch_ops import TorchOps
+
+if TYPE_CHECKING:
+    from sonar_engine._scheduler import CpuKernels
 
 LinearBackend = Literal["torch", "native"]
 
@@ -24,8 +28,25 @@ def native_extension_error() -> str | None:
     return None
 
 
+def num_threads(engine: EngineConfig) -> int:
+    """CPU threads for the kernels: what was asked for, else one a core that this process may run on."""
+    return engine.num_threads or len(os.sched_getaffinity(0))
+
+
+def cpu_kernels(ops: Ops) -> CpuKernels | None:
+    """The Rust kernels under `ops`, if it runs on them."""
+    if native_extension_error() is not None:
+        return None
+    from sonar_engine.layers.native import NativeOps
+
+    return ops.kernels if isinstance(ops, NativeOps) else None
+
+
 def select_ops(engine: EngineConfig, device: torch.device) -> tuple[LinearBackend, Ops]:
-    """`auto`: the Rust kernels on a CPU, torch elsewhere; ConfigError when the one asked for cannot run here."""
+    """`auto`: the Rust kernels on a CPU, torch elsewhere; ConfigError when the one asked for cannot run here.
+
+    Beside the Rust kernels torch itself keeps to one thread, in this whole process.
+    """
     obstacle = native_extension_error() if device.type == "cpu" else f"it runs on a CPU, not on {device.type}"
     if engine.linear_backend == "native" and obstacle is not None:
         raise ConfigError(f"linear_backend=native cannot be used: {obstacle}; use auto or torch")
@@ -33,4 +54,6 @@ def select_ops(engine: EngineConfig, device: torch.device) -> tuple[LinearBacken
         return "torch", TorchOps(batch_invariant=engine.batch_invariant)
     from sonar_engine.layers.native import NativeOps
 
-    return "native", NativeOps(torch.get_num_threads())
+    # torch's own team would spin against ours after every large operation
+    torch.set_num_threads(1)
+    return "native", NativeOps(num_threads(engine))

@@ -15,9 +15,10 @@ class Sampler:
     Both equal `sonar_kernels.gumbel.gumbel_argmax_torch` but for near-ties, where their logarithms round differently.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: CpuKernels | None = None) -> None:
+        """`kernels`: the CPU kernels whose threads to share; without them it brings its own."""
         on_cpu = device.type == "cpu"
-        self._cpu_kernels = CpuKernels(torch.get_num_threads(), False) if on_cpu else None
+        self._cpu_kernels = (kernels or CpuKernels(torch.get_num_threads())) if on_cpu else None
 
     def sample(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
         """Processed logits fp32 [S, V] -> int32 [S]: argmax if greedy, else a draw from softmax(logits / temperature).

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from sonar_kernels import TokenRule, accept
 
+from sonar_engine._scheduler import CpuKernels
 from sonar_engine.drafters.base import Draft, Verdict
 from sonar_engine.sampling import logprobs, processors
 from sonar_engine.sampling.coins import RECOVER, accept_coins
@@ -27,9 +28,10 @@ from sonar_engine.step_buffers import BatchMetadata
 class Verifier:
     """Decides what every sampled row of a batch emits, with the settings that `state` holds of its requests."""
 
-    def __init__(self, state: SamplingState) -> None:
+    def __init__(self, state: SamplingState, kernels: CpuKernels | None = None) -> None:
+        """`kernels`: the model's CPU kernels, so that sampling shares their threads."""
         self._state = state
-        self._sampler = Sampler(state.device)
+        self._sampler = Sampler(state.device, kernels)
 
     @torch.inference_mode()
     def verify(
