@@ -311,6 +311,7 @@ fn settle_pages(
         let pages =
             request.num_full_pages as usize..(request.num_computed_tokens / page_size) as usize;
         request.num_full_pages = pages.end as u32;
+        request.find_open_places(page_size);
         let cold = &mut *request.cold;
         cache.fill(
             key,
@@ -325,7 +326,6 @@ fn settle_pages(
     if request.pages.len() as u32 * page_size >= positions + page_size {
         cache.release_from(&mut request.pages, positions.div_ceil(page_size) as usize);
     }
-    request.num_table_pages = request.pages.len() as u32;
 }
 
 /// Appends emitted tokens up to the one that ends the request. Returns how many, and the end with the user's stop
@@ -339,7 +339,7 @@ fn append(
     let mut kept = &emitted[..emitted.len().min(room)];
     let mut end = (kept.len() == room).then_some((FinishReason::Length, -1));
     if !request.never_stops {
-        let first_counted = request.min_len.saturating_sub(request.len()) as usize;
+        let first_counted = request.cold.min_len.saturating_sub(request.len()) as usize;
         for (i, &token) in kept.iter().enumerate().skip(first_counted) {
             if let Some(stop) = request.cold.stop.check(token, eos_token_ids) {
                 let stop_token = match stop {
@@ -354,6 +354,7 @@ fn append(
     }
     for &token in kept {
         request.tokens.push(token);
+        request.last_token = token;
     }
     (kept.len() as u32, end)
 }

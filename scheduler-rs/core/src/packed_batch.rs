@@ -318,14 +318,21 @@ fn pack_tokens(
     let token_reqs = &mut out.token_reqs[start..][..num_tokens];
     let positions = &mut out.positions[start..][..num_tokens];
     let slot_mapping = &mut out.slot_mapping[start..][..num_tokens];
-    let mut page = request.num_full_pages as usize;
-    let mut place =
-        request.pages[page].id().0 * page_size + first - request.num_full_pages * page_size;
+    let mut num_passed = 0;
+    let mut place = request.open_places[0] + first - request.num_full_pages * page_size;
     let mut left = (request.num_full_pages + 1) * page_size - first;
     for j in 0..num_tokens {
         if left == 0 {
-            page += 1;
-            place = request.pages[page].id().0 * page_size;
+            num_passed += 1;
+            place = match num_passed {
+                1 => request.open_places[1],
+                _ => {
+                    request.pages[request.num_full_pages as usize + num_passed]
+                        .id()
+                        .0
+                        * page_size
+                }
+            };
             left = page_size;
         }
         token_ids[j] = -1;
@@ -336,6 +343,10 @@ fn pack_tokens(
         left -= 1;
     }
     let num_known = num_tokens - row.num_drafts as usize;
+    if num_known == 1 && row.samples {
+        token_ids[0] = request.last_token;
+        return;
+    }
     for (id, &known) in token_ids
         .iter_mut()
         .zip(&request.tokens[first as usize..][..num_known])

@@ -23,30 +23,32 @@ impl Page {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Meta {
+struct Meta<C> {
     ref_count: u32,
-    retained: bool,
     prev: u32,
     next: u32,
+    retained: bool,
+    content: C,
 }
 
-/// All pages and their states.
+/// All pages and their states. C is what the prefix cache says a retained page holds.
 #[derive(Debug)]
-pub struct PagePool {
+pub struct PagePool<C> {
     /// One a page, then the sentinel of the idle list: its `next` is the least recently used page.
-    meta: Vec<Meta>,
+    meta: Vec<Meta<C>>,
     free: Vec<PageId>,
     num_idle: u32,
 }
 
-impl PagePool {
+impl<C: Copy + Default> PagePool<C> {
     /// A pool of `num_pages` free pages; low ids are handed out first.
     pub fn new(num_pages: u32) -> Self {
         let unlinked = Meta {
             ref_count: 0,
-            retained: false,
             prev: num_pages,
             next: num_pages,
+            retained: false,
+            content: C::default(),
         };
         Self {
             meta: vec![unlinked; num_pages as usize + 1],
@@ -78,6 +80,12 @@ impl PagePool {
     /// Whether the prefix cache retains a page.
     pub fn is_retained(&self, id: PageId) -> bool {
         self.meta[id.0 as usize].retained
+    }
+
+    /// What a retained page holds.
+    pub fn content(&self, id: PageId) -> Option<C> {
+        let meta = &self.meta[id.0 as usize];
+        meta.retained.then_some(meta.content)
     }
 
     /// A page from the free list, with one reference; None when the list is empty.
@@ -117,9 +125,11 @@ impl PagePool {
     }
 
     /// Keeps a page in use when its last owner leaves.
-    pub fn retain(&mut self, id: PageId) {
+    pub fn retain(&mut self, id: PageId, content: C) {
         debug_assert!(self.ref_count(id) > 0, "page {} has no owner", id.0);
-        self.meta[id.0 as usize].retained = true;
+        let meta = &mut self.meta[id.0 as usize];
+        meta.retained = true;
+        meta.content = content;
     }
 
     /// Ends a retention; an idle page becomes free.

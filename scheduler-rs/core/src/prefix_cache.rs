@@ -12,7 +12,7 @@ use std::collections::hash_map::Entry;
 use std::hash::{BuildHasherDefault, Hash, Hasher};
 
 /// Identity of a page's content and of everything before it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageHash([u64; 2]);
 
 impl Hash for PageHash {
@@ -111,17 +111,27 @@ impl PageHasher {
 /// The chain of hashes of one request's full pages, as far as they have been hashed.
 #[derive(Debug, Default)]
 pub struct HashChain {
-    hashes: Vec<PageHash>,
+    /// Hash of page `num_hashed - 1`.
+    last: PageHash,
+    num_hashed: usize,
     epoch: u64,
+    /// Hashes of the first pages, for looking them up; pages filled by decoding are only in `last`.
+    first: Vec<PageHash>,
+}
+
+impl HashChain {
+    /// Appends the hash of the next page.
+    pub(crate) fn push(&mut self, hash: PageHash) {
+        self.last = hash;
+        self.num_hashed += 1;
+    }
 }
 
 /// The page pool together with the index of what its pages hold.
 #[derive(Debug)]
 pub struct PrefixCache {
-    pool: PagePool,
+    pool: PagePool<PageHash>,
     index: HashMap<PageHash, PageId, BuildHasherDefault<AsItIs>>,
-    /// By page; meaningful where the pool retains the page.
-    hash_of: Vec<PageHash>,
     hasher: PageHasher,
     page_size: usize,
     /// Pages to be entered.
@@ -131,19 +141,6 @@ pub struct PrefixCache {
     unhashed: Vec<u8>,
     enabled: bool,
     epoch: u64,
-}
-
-impl HashChain {
-    /// Appends the hash of the next page.
-    pub(crate) fn push(&mut self, hash: PageHash) {
-        self.hashes.push(hash);
-    }
-
-    /// Makes room for the hashes of `num_pages` pages in all.
-    pub(crate) fn reserve(&mut self, num_pages: usize) {
-        self.hashes
-            .reserve(num_pages.saturating_sub(self.hashes.len()));
-    }
 }
 
 impl PrefixCache {
@@ -160,7 +157,6 @@ impl PrefixCache {
                 num_entries as usize,
                 BuildHasherDefault::default(),
             ),
-            hash_of: vec![PageHash([0; 2]); config.num_pages as usize],
             hasher: PageHasher::new(&config.cache_key, config.page_size, config.vocab_size),
             page_size: config.page_size as usize,
             filled: Vec::new(),
@@ -172,7 +168,7 @@ impl PrefixCache {
     }
 
     /// The pages and their states.
-    pub fn pool(&self) -> &PagePool {
+    pub fn pool(&self) -> &PagePool<PageHash> {
         &self.pool
     }
 
@@ -185,7 +181,9 @@ impl PrefixCache {
     pub fn allocate(&mut self) -> Option<Page> {
         if self.pool.num_free() == 0 {
             let oldest = self.pool.least_recently_used()?;
-            self.index.remove(&self.hash_of[oldest.0 as usize]);
+            if let Some(hash) = self.pool.content(oldest) {
+                self.index.remove(&hash);
+            }
             self.pool.forget(oldest);
         }
         self.pool.allocate()
@@ -253,11 +251,14 @@ impl PrefixCache {
         }
         for page in range.clone() {
             let id = pages[page].id();
-            if page + 1 == range.end && page > 0 && chain.hashes.len() <= page {
-                let parent = self.hash(chain, salt, tokens, page - 1);
-                let tokens = &tokens[page * self.page_size..(page + 1) * self.page_size];
-                self.hasher.write(parent, tokens, &mut self.unhashed);
+            let is_next = page > 0 && chain.num_hashed == page;
+            let content = &tokens[page * self.page_size..(page + 1) * self.page_size];
+            if is_next && page + 1 == range.end {
+                self.hasher.write(chain.last, content, &mut self.unhashed);
                 self.gathered.push((owner, id));
+            } else if is_next {
+                chain.push(self.hasher.page(chain.last, content));
+                self.filled.push((chain.last, id));
             } else {
                 let hash = self.hash(chain, salt, tokens, page);
                 self.filled.push((hash, id));
@@ -281,8 +282,7 @@ impl PrefixCache {
         for (hash, id) in self.filled.drain(..) {
             if let Entry::Vacant(entry) = self.index.entry(hash) {
                 entry.insert(id);
-                self.hash_of[id.0 as usize] = hash;
-                self.pool.retain(id);
+                self.pool.retain(id, hash);
             }
         }
     }
@@ -306,14 +306,16 @@ impl PrefixCache {
             .filter(|&id| self.pool.is_retained(PageId(id)))
             .count();
         retained == self.index.len()
-            && self.index.iter().all(|(hash, id)| {
-                self.pool.is_retained(*id) && self.hash_of[id.0 as usize] == *hash
-            })
+            && self
+                .index
+                .iter()
+                .all(|(&hash, &id)| self.pool.content(id) == Some(hash))
     }
 
     fn renew(&self, chain: &mut HashChain) {
         if chain.epoch != self.epoch {
-            chain.hashes.clear();
+            chain.first.clear();
+            chain.num_hashed = 0;
             chain.epoch = self.epoch;
         }
     }
@@ -326,15 +328,16 @@ impl PrefixCache {
         tokens: &[i32],
         page: usize,
     ) -> PageHash {
-        while chain.hashes.len() <= page {
-            let next = chain.hashes.len();
-            let parent = match chain.hashes.last() {
+        while chain.first.len() <= page {
+            let next = chain.first.len();
+            let parent = match chain.first.last() {
                 Some(&hash) => hash,
                 None => self.hasher.root(self.epoch, salt),
             };
             let tokens = &tokens[next * self.page_size..(next + 1) * self.page_size];
-            chain.hashes.push(self.hasher.page(parent, tokens));
+            chain.first.push(self.hasher.page(parent, tokens));
         }
-        chain.hashes[page]
+        (chain.last, chain.num_hashed) = (chain.first[page], page + 1);
+        chain.last
     }
 }

@@ -110,6 +110,7 @@ pub(crate) struct Rank {
 ///
 /// A step reads and writes every running request, so what it needs lies close together; the rest is behind `cold`.
 #[derive(Debug)]
+#[repr(align(64))]
 pub(crate) struct Request {
     pub(crate) id: RequestId,
     pub(crate) rank: Rank,
@@ -128,19 +129,20 @@ pub(crate) struct Request {
     pub(crate) num_prompt_tokens: u32,
     /// Prompt and most output, within the context.
     pub(crate) max_len: u32,
-    /// Stop tokens count once the sequence is longer than this.
-    pub(crate) min_len: u32,
     /// Tokens whose keys and values lie in `pages`; below `tokens.len()`, never counts a rejected draft.
     pub(crate) num_computed_tokens: u32,
-    pub(crate) max_drafts: u32,
+    /// The last one of `tokens`.
+    pub(crate) last_token: i32,
+    pub(crate) max_drafts: u16,
+    pub(crate) num_preemptions: u16,
     pub(crate) pages: Vec<Page>,
     /// Pages that the computed tokens fill: `num_computed_tokens / page_size`.
     pub(crate) num_full_pages: u32,
-    /// Leading `pages` whose page-table entries a committed step has written.
-    pub(crate) num_table_pages: u32,
+    /// Places of the first position of the first two pages that are not full, as far as there are any: where a step's
+    /// tokens go.
+    pub(crate) open_places: [u32; 2],
     /// Prompt tokens found in the prefix cache at first admission.
     pub(crate) num_cached_tokens: u32,
-    pub(crate) num_preemptions: u32,
     pub(crate) cold: Box<Cold>,
 }
 
@@ -150,6 +152,8 @@ pub(crate) struct Cold {
     pub(crate) chain: HashChain,
     pub(crate) stop: StopTokens,
     pub(crate) cache_salt: Option<Box<[u8]>>,
+    /// Stop tokens count once the sequence is longer than this.
+    pub(crate) min_len: u32,
     pub(crate) was_admitted: bool,
     pub(crate) ngram: Option<Box<NgramIndex>>,
 }
@@ -201,6 +205,11 @@ impl Request {
             ignore_eos: request.0.ignore_eos,
         };
         let most_drafts = config.num_speculative_tokens;
+        let most_drafts = request
+            .0
+            .num_speculative_tokens
+            .map_or(most_drafts, |most| most.min(most_drafts));
+        let last_token = prompt.last().copied().unwrap_or_default();
         Self {
             id,
             rank: Rank { priority, arrival },
@@ -212,21 +221,19 @@ impl Request {
             tokens: prompt,
             num_prompt_tokens,
             max_len: num_prompt_tokens + max_tokens.unwrap_or(room).min(room),
-            min_len: num_prompt_tokens + min_tokens.min(room),
             num_computed_tokens: 0,
-            max_drafts: request
-                .0
-                .num_speculative_tokens
-                .map_or(most_drafts, |most| most.min(most_drafts)),
+            last_token,
+            max_drafts: most_drafts.min(u32::from(u16::MAX)) as u16,
+            num_preemptions: 0,
             pages: Vec::new(),
             num_full_pages: 0,
-            num_table_pages: 0,
+            open_places: [0; 2],
             num_cached_tokens: 0,
-            num_preemptions: 0,
             cold: Box::new(Cold {
                 chain: HashChain::default(),
                 stop,
                 cache_salt: request.0.cache_salt.map(Into::into),
+                min_len: num_prompt_tokens + min_tokens.min(room),
                 was_admitted: false,
                 ngram: None,
             }),
@@ -245,7 +252,14 @@ impl Request {
         self.tokens.reserve(max_len as usize - self.tokens.len());
         self.pages
             .reserve(num_pages.saturating_sub(self.pages.len()));
-        self.cold.chain.reserve(num_pages);
+    }
+
+    /// Looks the open places up again, after `pages` or `num_full_pages` have changed.
+    pub(crate) fn find_open_places(&mut self, page_size: u32) {
+        let open = self.pages.iter().skip(self.num_full_pages as usize);
+        for (place, page) in self.open_places.iter_mut().zip(open) {
+            *place = page.id().0 * page_size;
+        }
     }
 
     /// Known tokens that are still to be computed, at least 1 between steps.
@@ -255,7 +269,6 @@ impl Request {
 
     /// Most drafts the request's own limits allow: each draft may be emitted, and one token more.
     pub(crate) fn draft_limit(&self) -> u32 {
-        self.max_drafts
-            .min((self.max_len - self.len()).saturating_sub(1))
+        u32::from(self.max_drafts).min((self.max_len - self.len()).saturating_sub(1))
     }
 }

@@ -208,6 +208,7 @@ impl Scheduler {
             request.pages.push(page);
         }
         debug_assert_eq!(request.pages.len(), num_pages, "make_room has seen to it");
+        request.find_open_places(self.config.page_size);
         let entries = request.pages.iter().zip(0..);
         self.building
             .new_pages

@@ -44,6 +44,7 @@ impl Scheduler {
     /// One more page for a running request; None when there is none.
     pub(super) fn grow(&mut self, key: RequestKey) -> Option<NewPage> {
         let page = self.cache.allocate()?;
+        let page_size = self.config.page_size;
         let request = self.request_mut(key);
         let slot = request.slot.expect("only running requests grow");
         let new_page = NewPage {
@@ -52,6 +53,7 @@ impl Scheduler {
             page: page.id(),
         };
         request.pages.push(page);
+        request.find_open_places(page_size);
         Some(new_page)
     }
 
@@ -79,7 +81,6 @@ impl Scheduler {
     pub(super) fn release_slot(&mut self, key: RequestKey) {
         let (cache, request, _) = self.parts(key);
         cache.release_from(&mut request.pages, 0);
-        request.num_table_pages = 0;
         request.num_computed_tokens = 0;
         request.num_full_pages = 0;
         request.is_decoding = false;

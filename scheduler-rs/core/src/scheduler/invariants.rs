@@ -141,6 +141,19 @@ impl Scheduler {
             "request {id} has computed tokens without pages"
         );
         let num_full = (num_computed / self.config.page_size) as usize;
+        let open = request
+            .pages
+            .iter()
+            .skip(num_full)
+            .map(|page| page.id().0 * self.config.page_size);
+        ensure!(
+            open.zip(request.open_places).all(|(a, b)| a == b),
+            "request {id} has lost its open places"
+        );
+        ensure!(
+            request.tokens.last() == Some(&request.last_token),
+            "request {id} has lost its last token"
+        );
         ensure!(
             request.num_full_pages as usize == num_full,
             "request {id} miscounts its full pages"

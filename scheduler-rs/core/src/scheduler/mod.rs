@@ -320,18 +320,25 @@ impl Scheduler {
             }
             self.leave_slot(admitted.key);
         }
-        for row in &step.rows {
-            let request = self.requests[row.key.index()]
-                .as_mut()
-                .expect("a row's request is live");
-            if request.slot.is_some() {
-                self.cache
-                    .release_from(&mut request.pages, request.num_table_pages as usize);
-            }
-        }
+        self.take_back_growth(&step);
         self.end_aborted();
         self.recycle(step);
         debug_assert_eq!(self.check_invariants(), Ok(()));
+    }
+
+    /// Gives back the pages by which running requests grew for a step; its admissions have left already.
+    fn take_back_growth(&mut self, step: &PlannedStep) {
+        let by_slot: HashMap<Option<Slot>, RequestKey> = self
+            .running
+            .iter()
+            .map(|&key| (self.request(key).slot, key))
+            .collect();
+        for new in step.new_pages.iter().rev() {
+            if let Some(&key) = by_slot.get(&Some(new.slot)) {
+                let (cache, request, _) = self.parts(key);
+                cache.release_from(&mut request.pages, new.index as usize);
+            }
+        }
     }
 
     /// Moves the final events of requests that ended outside a commit to the end of `events`.
