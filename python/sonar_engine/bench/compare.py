@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ class TransformersModel:
         folder = path.parent if resolved.kind == "gguf" else path
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **source).eval()
         self._pad_id = 0
+        self._num_threads = len(os.sched_getaffinity(0))  # torch's own team; our engine keeps it at one thread
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], output_len: int) -> float:
@@ -30,6 +32,8 @@ class TransformersModel:
         longest = max(map(len, prompts))
         ids = torch.tensor([[self._pad_id] * (longest - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        ours = torch.get_num_threads()
+        torch.set_num_threads(self._num_threads)
         started = time.perf_counter()
         output = self._model.generate(
             input_ids=ids,
@@ -40,6 +44,7 @@ class TransformersModel:
             pad_token_id=self._pad_id,
         )
         elapsed = time.perf_counter() - started
+        torch.set_num_threads(ours)
         if output.shape[1] != longest + output_len:
             raise RuntimeError(f"transformers gave {output.shape[1] - longest} tokens instead of {output_len}")
         return elapsed
