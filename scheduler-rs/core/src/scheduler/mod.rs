@@ -3,128 +3,23 @@
 
 mod admission;
 mod growth;
+mod inspect;
 mod invariants;
+mod planned_step;
 mod rows;
+
+pub use inspect::Stats;
+pub use planned_step::PlannedStep;
+pub(crate) use planned_step::{Admitted, NewPage, Row};
 
 use crate::commit::{Events, FinishReason};
 use crate::config::SchedulerConfig;
 use crate::error::{ConfigError, PlanError, RequestError};
 use crate::ids::{PageId, RequestId, RequestKey, Slot, StepId};
-use crate::packed_batch::{self, Counts};
+use crate::packed_batch;
 use crate::prefix_cache::PrefixCache;
 use crate::request::{Rank, Request, ValidRequest};
 use std::collections::{BTreeSet, HashMap};
-
-/// One request's part of a step: its tokens from `num_computed_tokens` on, drafts last.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Row {
-    pub(crate) key: RequestKey,
-    pub(crate) slot: Slot,
-    pub(crate) num_tokens: u32,
-    pub(crate) num_drafts: u32,
-    /// Whether the row reaches the end of its known tokens.
-    pub(crate) samples: bool,
-    /// Drafts that the request's pages hold without growing.
-    pub(crate) most_drafts_in_pages: u32,
-}
-
-impl Row {
-    pub(crate) fn num_samples(&self) -> u32 {
-        if self.samples { self.num_drafts + 1 } else { 0 }
-    }
-}
-
-/// A page-table entry that the device does not have yet.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct NewPage {
-    pub(crate) slot: Slot,
-    pub(crate) index: u32,
-    pub(crate) page: PageId,
-}
-
-/// A request that enters a slot with this step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Admitted {
-    pub(crate) key: RequestKey,
-    pub(crate) slot: Slot,
-    pub(crate) id: RequestId,
-    /// (tokens looked up, tokens found), when this is the request's first admission.
-    pub(crate) first_lookup: Option<(u32, u32)>,
-}
-
-/// A step that has been planned and is to be committed or reverted, once: both take it by value.
-#[must_use = "a planned step holds pages; commit or revert it"]
-#[derive(Debug, Default)]
-pub struct PlannedStep {
-    id: u64,
-    pub(crate) rows: Vec<Row>,
-    pub(crate) new_pages: Vec<NewPage>,
-    pub(crate) admitted: Vec<Admitted>,
-    pub(crate) num_decode_reqs: usize,
-    pub(crate) num_tokens: u32,
-    pub(crate) num_decode_tokens: u32,
-    pub(crate) num_draft_tokens: u32,
-    pub(crate) num_sample_rows: u32,
-    pub(crate) num_sampling_reqs: u32,
-}
-
-impl PlannedStep {
-    /// The step's id.
-    pub fn id(&self) -> StepId {
-        StepId(self.id)
-    }
-
-    /// Rows of the batch.
-    pub fn num_reqs(&self) -> usize {
-        self.rows.len()
-    }
-
-    /// Draft tokens of each row, and whether it samples, in row order.
-    pub fn rows(&self) -> impl ExactSizeIterator<Item = (Slot, u32, bool)> + '_ {
-        self.rows
-            .iter()
-            .map(|row| (row.slot, row.num_drafts, row.samples))
-    }
-
-    pub(crate) fn counts(&self) -> Counts {
-        Counts {
-            num_reqs: self.rows.len() as u64,
-            num_tokens: u64::from(self.num_tokens),
-            num_sample_rows: u64::from(self.num_sample_rows),
-            num_new_pages: self.new_pages.len() as u64,
-            num_admitted: self.admitted.len() as u64,
-        }
-    }
-
-    fn clear(&mut self) {
-        self.rows.clear();
-        self.new_pages.clear();
-        self.admitted.clear();
-    }
-}
-
-/// Counts of the present moment and since the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
-    /// Requests in slots.
-    pub num_running: usize,
-    /// Requests without a slot, preempted ones included.
-    pub num_waiting: usize,
-    /// Pages in all.
-    pub num_pages: u32,
-    /// Pages without owner and content.
-    pub num_free_pages: u32,
-    /// Pages without owner that the prefix cache still knows.
-    pub num_cached_pages: u32,
-    /// Tokens looked up in the prefix cache, at first admissions.
-    pub prefix_queries: u64,
-    /// Tokens found there.
-    pub prefix_hits: u64,
-    /// Preemptions so far.
-    pub num_preemptions: u64,
-    /// Tokens of the waiting requests.
-    pub waiting_tokens: u64,
-}
 
 /// All requests, their pages, and the step in flight.
 #[derive(Debug)]
@@ -344,56 +239,6 @@ impl Scheduler {
     /// Moves the final events of requests that ended outside a commit to the end of `events`.
     pub fn take_ended(&mut self, events: &mut Events) {
         events.append(&mut self.ended);
-    }
-
-    /// Whether final events wait for [`Self::take_ended`].
-    pub fn has_ended(&self) -> bool {
-        !self.ended.is_empty()
-    }
-
-    /// Whether any request lives.
-    pub fn has_work(&self) -> bool {
-        !self.by_id.is_empty()
-    }
-
-    /// Requests without a slot.
-    pub fn num_waiting(&self) -> usize {
-        self.waiting.len()
-    }
-
-    /// Prompt and output tokens of a live request.
-    pub fn request_tokens(&self, id: RequestId) -> Option<&[i32]> {
-        self.by_id
-            .get(&id)
-            .map(|&key| self.request(key).tokens.as_slice())
-    }
-
-    /// Prompt tokens of a live request.
-    pub fn num_prompt_tokens(&self, id: RequestId) -> Option<u32> {
-        self.by_id
-            .get(&id)
-            .map(|&key| self.request(key).num_prompt_tokens)
-    }
-
-    /// The slot of a running request.
-    pub fn slot_of(&self, id: RequestId) -> Option<Slot> {
-        self.by_id.get(&id).and_then(|&key| self.request(key).slot)
-    }
-
-    /// Counts of this moment.
-    pub fn stats(&self) -> Stats {
-        let pool = self.cache.pool();
-        Stats {
-            num_running: self.running.len(),
-            num_waiting: self.waiting.len(),
-            num_pages: pool.num_pages(),
-            num_free_pages: pool.num_free(),
-            num_cached_pages: pool.num_idle(),
-            prefix_queries: self.prefix_queries,
-            prefix_hits: self.prefix_hits,
-            num_preemptions: self.num_preemptions,
-            waiting_tokens: self.waiting_tokens,
-        }
     }
 
     /// Forgets all cached prefixes. Returns whether every page is free now, that is, no request holds any.
