@@ -81,7 +81,7 @@ fn any_ask() -> impl Strategy<Value = Ask> {
         prop_oneof![4 => Just(vec![]), 1 => Just(vec![0]), 1 => Just(vec![1])],
         any::<bool>(),
         0..3i64,
-        proptest::option::weighted(0.3, Just(b"salt".to_vec())),
+        proptest::option::weighted(0.3, (0..2u8).prop_map(|byte| vec![byte])),
         proptest::option::of(0..4u32),
     )
         .prop_map(
@@ -204,10 +204,14 @@ impl Machine {
         }
     }
 
-    fn plan(&mut self, random: &mut SplitMix) -> Option<(PlannedStep, Vec<SeenRow>)> {
-        let lens: Vec<i32> = (0..self.config.max_num_seqs)
+    fn draft_lens(&self, random: &mut SplitMix) -> Vec<i32> {
+        (0..self.config.max_num_seqs)
             .map(|_| random.below(5) as i32)
-            .collect();
+            .collect()
+    }
+
+    fn plan(&mut self, random: &mut SplitMix) -> Option<(PlannedStep, Vec<SeenRow>)> {
+        let lens = self.draft_lens(random);
         let step = self
             .scheduler
             .plan(Some(&lens), &mut self.words)
@@ -379,7 +383,10 @@ impl Machine {
                 self.step(&mut SplitMix::new(seed));
             }
             Op::Revert { seed } => {
-                if let Some((step, _)) = self.plan(&mut SplitMix::new(seed)) {
+                // The step does not run, so the device never hears of its pages.
+                let lens = self.draft_lens(&mut SplitMix::new(seed));
+                let planned = self.scheduler.plan(Some(&lens), &mut self.words);
+                if let Some(step) = planned.expect("nothing is in flight") {
                     self.scheduler.revert(step);
                 }
             }
