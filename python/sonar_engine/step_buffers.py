@@ -6,6 +6,7 @@ pins both. Two slots alternate, so that a slot is never rewritten under a runnin
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,7 @@ class BatchMetadata:
     slot_mapping: torch.Tensor
     token_reqs: torch.Tensor
     page_table: torch.Tensor  # [max_num_seqs, max_pages], by slot; rows are valid up to kv_len
-    host: dict[str, np.ndarray]  # every section on the host, by name (views of the slot; valid for this step)
+    host: Mapping[str, np.ndarray]  # every section on the host, by name (views of the slot; valid for this step)
     admitted: list[tuple[int, int]]  # (slot, request id) of requests that entered a slot with this step
 
 
@@ -114,7 +115,7 @@ _BATCH_COUNTS = (
 )
 _BATCH_TENSORS = tuple(name for name in SECTIONS if not name.startswith(("new_page", "admitted")))
 _PER_REQUEST_AND_ONE = ("qo_indptr", "paged_kv_indptr", "sample_indptr")
-_COUNT_OF_SECTION = {
+_SECTION_COUNTS = {
     "sample_rows": "num_sample_rows",
     "sample_reqs": "num_sample_rows",
     "token_ids": "num_tokens",
@@ -126,6 +127,19 @@ _COUNT_OF_SECTION = {
     "new_page_ids": "num_new_pages",
     "admitted_slots": "num_admitted",
 }
+
+
+_SECTION_INDEX = {name: index for index, name in enumerate(SECTIONS)}
+
+
+def _length_of(name: str) -> tuple[int, int, int]:
+    """(header word, factor, extra): a section is factor * that word + extra words long."""
+    if name == "admitted_ids":
+        return HEADER["num_admitted"], 2, 0
+    return HEADER[_SECTION_COUNTS.get(name, "num_reqs")], 1, int(name in _PER_REQUEST_AND_ONE)
+
+
+_SECTION_LENGTHS = [_length_of(name) for name in SECTIONS]
 
 
 class StepBuffers:
@@ -154,16 +168,17 @@ class StepBuffers:
         """Views of the step just packed into `next_slot`; applies its new pages to the page table."""
         index, self._next = self._next, 1 - self._next
         host = self._host[index]
-        header = {name: int(host[word]) for name, word in HEADER.items()}
+        words = host[:HEADER_WORDS].tolist()
+        header = {name: words[word] for name, word in HEADER.items()}
         if header["magic"] != MAGIC:
             raise StaleStepError(f"packed slot {index} holds no batch: magic {header['magic']:#x}, expected {MAGIC:#x}")
         device = self._device[index]
         if not self._on_host:
             num_words = header["num_words"]
             device[:num_words].copy_(self._pinned[index][:num_words], non_blocking=True)
-        spans = section_spans(header, host)
-        views = {name: device[start:end] for name, (start, end) in spans.items()}
-        host_views = {name: host[start:end] for name, (start, end) in spans.items()}
+        spans = section_spans(words)
+        views = dict(zip(SECTIONS, _split(device, spans), strict=True))
+        host_sections = HostSections(host, spans)
         if header["num_new_pages"]:
             update_page_table(
                 self._page_table, views["new_page_slots"], views["new_page_indices"], views["new_page_ids"]
@@ -174,23 +189,47 @@ class StepBuffers:
             step_id=step_id,
             num_drafts=header["num_draft_tokens"],
             page_table=self._page_table,
-            host=host_views,
-            admitted=_admitted(host_views),
+            host=host_sections,
+            admitted=_admitted(host_sections) if header["num_admitted"] else [],
             **fields,
         )
 
 
-def section_spans(header: dict[str, int], host: np.ndarray) -> dict[str, tuple[int, int]]:
-    """Half-open word ranges of every section of a packed slot."""
-    spans = {}
-    for index, name in enumerate(SECTIONS):
-        start = int(host[SECTION_OFFSETS_AT + index])
-        if name == "admitted_ids":
-            length = 2 * header["num_admitted"]
-        else:
-            length = header[_COUNT_OF_SECTION.get(name, "num_reqs")] + (name in _PER_REQUEST_AND_ONE)
-        spans[name] = (start, start + length)
-    return spans
+class HostSections(Mapping[str, np.ndarray]):
+    """Sections of a packed slot on the host, int32 views made when asked for; valid for the step."""
+
+    def __init__(self, slot: np.ndarray, spans: list[tuple[int, int]]) -> None:
+        self._slot = slot
+        self._spans = spans
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        start, end = self._spans[_SECTION_INDEX[name]]
+        return self._slot[start:end]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SECTIONS)
+
+    def __len__(self) -> int:
+        return len(SECTIONS)
+
+
+def section_spans(words: list[int]) -> list[tuple[int, int]]:
+    """Half-open word ranges of every section, in order, from the header's words."""
+    return [
+        (start, start + factor * words[count] + extra)
+        for start, (count, factor, extra) in zip(words[SECTION_OFFSETS_AT:], _SECTION_LENGTHS, strict=False)
+    ]
+
+
+def _split(words: torch.Tensor, spans: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Views of all spans, which are in order and do not overlap; one call for all of them."""
+    sizes: list[int] = []
+    at = 0
+    for start, end in spans:
+        sizes += (start - at, end - start)
+        at = end
+    sizes.append(words.shape[0] - at)
+    return list(words.split(sizes)[1::2])
 
 
 def pin(tensor: torch.Tensor) -> torch.Tensor:
@@ -203,9 +242,6 @@ def pin(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _admitted(host: dict[str, np.ndarray]) -> list[tuple[int, int]]:
-    words = host["admitted_ids"]
-    if len(words) == 0:
-        return []
-    ids = np.ascontiguousarray(words).view(np.int64)
+def _admitted(host: Mapping[str, np.ndarray]) -> list[tuple[int, int]]:
+    ids = np.ascontiguousarray(host["admitted_ids"]).view(np.int64)
     return list(zip(host["admitted_slots"].tolist(), ids.tolist(), strict=True))
