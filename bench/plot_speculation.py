@@ -1,4 +1,4 @@
-"""A picture of `bench/speculation.py --json`: speed-up and acceptance length by kind of task.
+"""A picture of `bench/speculation.py --json`: speed-up and tokens a target pass by kind of task.
 
 `python bench/speculation.py --json > speculation.jsonl && python bench/plot_speculation.py speculation.jsonl out.png`
 """
@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-OFF, ON = "#9aa5b1", "#1f6feb"
+COLOUR = "#1f6feb"
 
 
 def main() -> None:
@@ -23,16 +23,15 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     arguments = parser.parse_args()
     rows = [json.loads(line) for line in arguments.results.read_text().splitlines()]
-    figure, axes = pyplot.subplots(figsize=(8, 3.6), constrained_layout=True)
-    places = range(len(rows))
-    axes.bar([x - 0.2 for x in places], [row["tokens_per_second_off"] for row in rows], 0.4, color=OFF, label="off")
-    bars = axes.bar([x + 0.2 for x in places], [row["tokens_per_second_on"] for row in rows], 0.4, color=ON, label="on")
+    figure, axes = pyplot.subplots(figsize=(8, 3.2), constrained_layout=True)
+    bars = axes.bar(range(len(rows)), [row["speed_up"] for row in rows], 0.6, color=COLOUR)
     axes.bar_label(bars, [f"{row['speed_up']:.2f}x" for row in rows], fontsize=8, padding=2)
-    labels = [f"{row['group']}\n{row['acceptance_length']:.2f} tokens a step" for row in rows]
-    axes.set_xticks(list(places), labels, fontsize=7)
-    axes.set_ylabel("tokens/s, one stream")
+    axes.axhline(1, color="black", linewidth=0.8)
+    labels = [f"{row['group']}\n{row['acceptance_length']:.2f}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, fontsize=7)
+    axes.set_xlabel("task, and tokens a target pass")
+    axes.set_ylabel("speed-up, one stream")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(title="speculation", frameon=False)
     figure.savefig(arguments.picture, dpi=160)
 
 
