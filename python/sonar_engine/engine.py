@@ -17,6 +17,7 @@ from sonar_engine.errors import EngineDeadError, InvalidRequestError
 from sonar_engine.events import LogprobColumns, StepEvents
 from sonar_engine.generation import Generation
 from sonar_engine.model_runner import ModelRunner
+from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.registry import resolve_model
 from sonar_engine.sampling.logprobs import LogprobTensors
 from sonar_engine.sampling.state import SamplingState
@@ -295,6 +296,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     Raises ConfigError or ModelLoadError, each with the way out.
     """
     resolved = resolve_model(config.model)
+    ModelConfig.load(resolved.path)  # an unsupported model is named before its tokenizer is missed
     tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else resolved)
     runner = ModelRunner.load(config, resolved, progress)
     from sonar_engine import __version__
