@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sonar_engine.sampling.coins import ACCEPT, DRAFT, RECOVER, SAMPLE, Seeds, accept_coins, split_seed
+from sonar_engine.sampling.coins import ACCEPT, DRAFT, RECOVER, SAMPLE, Seeds, accept_coins, draft_seeds, split_seed
 from sonar_kernels import coins
 
 INT32 = torch.int32
@@ -96,12 +96,21 @@ def test_uniform_coins_stay_below_one_and_exponential_ones_above_zero(monkeypatc
     assert not exponential.isnan().any()
 
 
-def test_acceptance_coins_are_one_for_each_seed_and_position() -> None:
-    seeds = Seeds(words(1, 2, 1), words(5, 5, 5))
-    drawn = accept_coins(seeds, torch.stack([words(0, 1), words(0, 1), words(1, 2)]))
-    assert drawn.shape == (3, 2)
-    assert drawn[0, 1] == drawn[2, 0]
-    assert len(set(drawn.flatten().tolist())) == 5
+def test_acceptance_coins_are_one_for_each_seed_first_position_and_draft() -> None:
+    seeds = Seeds(words(1, 2, 1, 1), words(5, 5, 5, 5))
+    drawn = accept_coins(seeds, words(0, 0, 1, 0), 3)
+    assert drawn.shape == (4, 3)
+    assert torch.equal(drawn[0], drawn[3])
+    assert len(set(drawn.flatten().tolist())) == 9
+
+
+def test_no_coin_of_a_step_comes_back_in_a_later_step() -> None:
+    """Block verification looks at the coins and drafts of a whole step, also behind the rejection."""
+    seeds = Seeds(words(1).expand(20), words(5).expand(20))
+    firsts = torch.arange(20).to(INT32)
+    assert accept_coins(seeds, firsts, 16).unique().numel() == 320
+    drawn = [hashes(words(3), own.lo, own.hi, firsts) for own in (draft_seeds(seeds, step) for step in range(16))]
+    assert len(np.unique(np.stack(drawn))) == 320
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 2**64 - 1, 0x80000000])

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from sonar_kernels import TokenRule, accept, build_page_indices, fill_draft_tokens, gumbel_argmax, update_page_table
+from sonar_kernels import (
+    DraftVocabulary,
+    SampledRule,
+    TypicalRule,
+    accept,
+    build_page_indices,
+    fill_draft_tokens,
+    gumbel_argmax,
+    update_page_table,
+)
 
 TESTS = Path(__file__).parent
 INT32 = torch.int32
@@ -21,6 +30,9 @@ POINTERS = {
     "target_probs": "*fp32",
     "draft_probs": "*fp32",
     "accept_coins": "*fp32",
+    "factors": "*fp32",
+    "posterior_threshold": "fp32",
+    "posterior_alpha": "fp32",
 }
 NUMBERS = {
     "row_stride", "vocab_size", "draft_stride", "draft_probs_stride", "draft_probs_step_stride", "num_decode",
@@ -30,7 +42,11 @@ COMPILED = [
     ("gumbel", "gumbel_argmax_kernel", {"BLOCK": 2048}),
     ("accept", "accept_kernel", {"HAS_RULE": False, "BLOCK_K": 8}),
     ("accept", "accept_kernel", {"HAS_RULE": True, "BLOCK_K": 4}),
-    ("accept", "recover_kernel", {"BLOCK": 2048}),
+    ("sampled_rule", "judge_kernel", {"HAS_MAP": False, "BLOCK": 2048}),
+    ("sampled_rule", "judge_kernel", {"HAS_MAP": True, "BLOCK": 2048}),
+    ("sampled_rule", "recover_kernel", {"HAS_MAP": False, "BLOCK": 2048}),
+    ("sampled_rule", "recover_kernel", {"HAS_MAP": True, "BLOCK": 2048}),
+    ("typical_rule", "judge_typical_kernel", {"BLOCK": 2048}),
     ("packed", "fill_draft_tokens_kernel", {"BLOCK": 256}),
     ("packed", "update_page_table_kernel", {"BLOCK": 256}),
     ("packed", "build_page_indices_kernel", {"BLOCK": 256}),
@@ -49,7 +65,7 @@ def test_every_triton_kernel_equals_its_torch_twin_in_the_interpreter() -> None:
         [sys.executable, program], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["check_gumbel", "check_accept", "check_packed", "check_noise"]
+    assert done.stdout.split() == ["check_gumbel", "check_accept", "check_law", "check_packed", "check_noise"]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -96,21 +112,55 @@ def test_columns_beyond_a_rows_drafts_are_never_accepted() -> None:
     assert tokens.tolist() == [[5, 6, -1], [5, 6, 7]]
 
 
-def test_match_and_token_rule_rows_mix_in_one_batch() -> None:
+def test_rows_of_every_lossless_kind_mix_in_one_batch() -> None:
+    """Row 0 goes by sample and match, row 1 by token verification, rows 2 and 3 by block verification."""
     probs = torch.tensor([0.0, 0.25, 0.75, 0.0])
-    rule = TokenRule(
-        requests=ints(1),
-        target_probs=probs.expand(1, 2, 4),
-        draft_probs=torch.tensor([0.0, 1.0, 0.0, 0.0]).expand(2, 2, 4),
-        accept_coins=torch.tensor([[0.2, 0.3]]),
-        seed_lo=ints(3),
-        seed_hi=ints(4),
-        positions=ints(0),
+    rule = SampledRule(
+        requests=ints(1, 2, 3),
+        block=torch.tensor([False, True, True]),
+        target_probs=probs.expand(3, 2, 4),
+        draft_probs=torch.tensor([0.0, 0.5, 0.5, 0.0]).expand(4, 2, 4),
+        accept_coins=torch.tensor([[0.4, 0.6], [0.9, 0.4], [0.3, 0.6]]),
+        seed_lo=ints(3, 3, 3),
+        seed_hi=ints(4, 4, 4),
+        positions=ints(0, 0, 0),
     )
-    num_emitted, tokens = accept(torch.stack([ints(1, 1)] * 2), ints(2, 2), ints(0, 3, 6), ints(1, 3, 3, 3, 3, 3), rule)
-    assert num_emitted.tolist() == [2, 2]
-    # The first coin is below 0.25, the second is not; the residual of the second holds token 2 alone.
-    assert tokens.tolist() == [[1, 3, -1], [1, 2, -1]]
+    drafts = torch.stack([ints(1, 1), ints(1, 1), ints(1, 2), ints(1, 1)])
+    choices = ints(1, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3)
+    num_emitted, tokens = accept(drafts, ints(2, 2, 2, 2), ints(0, 3, 6, 9, 12), choices, rule)
+    # Row 2: P = 0.5, 0.75; the first coin fails and the second passes, so both drafts stand.
+    # Row 3: P = 0.5, 0.25; h = 0 (no residual at P = 0.5), 0.25: neither passes.
+    assert num_emitted.tolist() == [2, 2, 3, 1]
+    # The residuals of rows 1 and 3 hold token 2 alone.
+    assert tokens.tolist() == [[1, 3, -1], [1, 2, -1], [1, 2, 3], [2, -1, -1]]
+
+
+def test_a_reduced_draft_vocabulary_is_mapped() -> None:
+    """Draft ids 0, 1 are target ids 3, 1: the draft 1 has probability 0.8, and token 2 is never drafted."""
+    rule = SampledRule(
+        requests=ints(0, 1),
+        block=torch.tensor([False, True]),
+        target_probs=torch.tensor([0.0, 0.4, 0.6, 0.0]).expand(2, 1, 4),
+        draft_probs=torch.tensor([0.2, 0.8]).expand(2, 1, 2),
+        accept_coins=torch.tensor([[0.51], [0.49]]),
+        seed_lo=ints(3, 3),
+        seed_hi=ints(4, 4),
+        positions=ints(0, 0),
+        vocabulary=DraftVocabulary(target_ids=ints(3, 1), draft_ids=ints(-1, 1, -1, 0)),
+    )
+    num_emitted, tokens = accept(torch.stack([ints(1), ints(1)]), ints(1, 1), ints(0, 2, 4), ints(3, 3, 3, 3), rule)
+    assert num_emitted.tolist() == [1, 2]
+    assert tokens.tolist() == [[2, -1], [1, 3]]
+
+
+def test_typical_acceptance_is_lossy_and_follows_the_entropy() -> None:
+    """An improbable draft passes where the target is unsure (0.25 > 0.3 * exp(-log 4)) and not where it is sure."""
+    target = torch.tensor([[[0.25, 0.25, 0.25, 0.25], [0.06, 0.94, 0.0, 0.0]]])
+    rule = TypicalRule(requests=ints(1), target_probs=target, posterior_threshold=0.09, posterior_alpha=0.3)
+    drafts = torch.stack([ints(0, 0), ints(0, 0)])
+    num_emitted, tokens = accept(drafts, ints(2, 2), ints(0, 3, 6), ints(1, 1, 1, 1, 1, 1), rule)
+    assert num_emitted.tolist() == [1, 2]
+    assert tokens.tolist() == [[1, -1, -1], [0, 1, -1]]
 
 
 def test_draft_tokens_go_where_the_batch_left_holes() -> None:

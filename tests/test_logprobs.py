@@ -8,7 +8,7 @@ from sampling_batches import sampled_batch, sampling_state
 from sonar_engine.drafters.base import Draft
 from sonar_engine.sampling.logprobs import LogprobTensors
 from sonar_engine.types import SamplingParams
-from sonar_engine.verification.token import Verifier
+from sonar_engine.verification.verifier import Verifier
 from toy_target import ToyLoop, corrupted, toy_logits
 
 INT32 = torch.int32

@@ -16,7 +16,7 @@ from sonar_engine.errors import InvalidRequestError
 from sonar_engine.sampling.state import SamplingState
 from sonar_engine.sampling.validation import validate
 from sonar_engine.types import SamplingParams
-from sonar_engine.verification.token import Verifier
+from sonar_engine.verification.verifier import Verifier
 
 VOCAB = 50
 

@@ -12,7 +12,7 @@ import torch
 from sampling_batches import sampled_batch, sampling_state
 from sonar_engine.drafters.base import Draft
 from sonar_engine.types import SamplingParams
-from sonar_engine.verification.token import Verifier
+from sonar_engine.verification.verifier import Verifier
 from toy_target import ToyLoop, corrupted, no_drafts, toy_logits
 
 accept_module = importlib.import_module("sonar_kernels.accept")

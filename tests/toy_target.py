@@ -13,7 +13,7 @@ from sampling_batches import sampled_batch
 from sonar_engine.drafters.base import Draft
 from sonar_engine.sampling.state import SamplingState
 from sonar_engine.types import SamplingParams
-from sonar_engine.verification.token import Verifier
+from sonar_engine.verification.verifier import Verifier
 
 Propose = Callable[[int, list[int]], list[int]]  # (request, its output so far) -> draft tokens
 

@@ -6,9 +6,12 @@ when it is imported.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from sonar_kernels import coins
-from sonar_kernels.accept import TokenRule, accept_torch
+from exact_law import Outcomes, Setting, emitted_law, error_of, random_tree, recorded_weights, with_zeros
+from sonar_kernels import DraftVocabulary, SampledRule, TypicalRule, coins
+from sonar_kernels.accept import accept_torch
 from sonar_kernels.draft_tokens import fill_draft_tokens_torch
 from sonar_kernels.gumbel import gumbel_argmax_torch
 from sonar_kernels.pages import build_page_indices_torch, update_page_table
@@ -46,37 +49,85 @@ def check_gumbel(random: torch.Generator) -> None:
         assert torch.equal(gumbel_argmax_triton(*arguments), gumbel_argmax_torch(*arguments))
 
 
-def token_rule(
-    random: torch.Generator, num_drafts: torch.Tensor, width: int, vocab_size: int, draft_probs: torch.Tensor
-) -> TokenRule:
-    ruled = torch.nonzero((num_drafts > 0) & (torch.rand(num_drafts.shape, generator=random) < 0.6))[:, 0].to(INT32)
+def some_rows(random: torch.Generator, num_drafts: torch.Tensor) -> torch.Tensor:
+    return torch.nonzero((num_drafts > 0) & (torch.rand(num_drafts.shape, generator=random) < 0.6))[:, 0].to(INT32)
+
+
+def reduced_vocabulary(random: torch.Generator, vocab_size: int) -> DraftVocabulary:
+    """All ids that drafts use, and half of the rest, in any order."""
+    rest = 4 + torch.randperm(vocab_size - 4, generator=random)[: (vocab_size - 4) // 2]
+    chosen = torch.cat([torch.arange(4), rest])
+    target_ids = chosen[torch.randperm(chosen.shape[0], generator=random)]
+    draft_ids = torch.full((vocab_size,), -1, dtype=INT32)
+    draft_ids[target_ids] = torch.arange(target_ids.shape[0], dtype=INT32)
+    return DraftVocabulary(target_ids.to(INT32), draft_ids)
+
+
+def sampled_rule(
+    random: torch.Generator, num_drafts: torch.Tensor, width: int, vocab_size: int, reduced: bool
+) -> SampledRule:
+    """Rows of block and token verification, some with laws that are equal, zero in places, or without a residual."""
+    vocabulary = reduced_vocabulary(random, vocab_size) if reduced else None
+    num_ids = vocab_size if vocabulary is None else vocabulary.target_ids.shape[0]
+    draft = (torch.randn(num_drafts.shape[0], width + 2, num_ids, generator=random) * 2).softmax(dim=2)[:, :width]
+    ruled = some_rows(random, num_drafts)
     size = ruled.shape[0]
     target = (torch.randn(size, width, vocab_size, generator=random) * 2).softmax(dim=2)
-    if size > 1:
-        target[0] = draft_probs[int(ruled[0])]  # accepted with certainty
+    if size > 2:
+        if vocabulary is None:
+            target[0] = draft[int(ruled[0])]  # accepted with certainty
         target[1, :, ::2] = 0
+        target[2] /= 1e4  # no residual
     coins_ = torch.rand(size, width, generator=random)
     coins_[:, -1:] = 0
     seeds = (words(random, size), words(random, size), counts(random, 500, size))
-    return TokenRule(ruled, target, draft_probs, coins_, *seeds)
+    block = torch.rand(size, generator=random) < 0.7
+    return SampledRule(ruled, block, target, draft, coins_, *seeds, vocabulary)
+
+
+def typical_rule(random: torch.Generator, num_drafts: torch.Tensor, width: int, vocab_size: int) -> TypicalRule:
+    ruled = some_rows(random, num_drafts)
+    target = (torch.randn(ruled.shape[0], width, vocab_size, generator=random) * 3).softmax(dim=2)
+    target[:1, :, 1::2] = 0
+    return TypicalRule(ruled, target, 0.3, 0.5)
 
 
 def check_accept(random: torch.Generator) -> None:
-    for trial in range(15):
-        width, vocab_size = 1 + trial % 5, (4, 2500)[trial % 2]
+    """Rows of every kind and of mixed lengths, with prefill rows that sample or do not."""
+    for trial in range(10):
+        width, vocab_size = 1 + trial % 5, (6, 2500)[trial % 2]
         num_decode, num_chunks = 9, trial % 3
         num_drafts = counts(random, width, num_decode)
         none = torch.zeros(num_chunks, dtype=INT32)
         sample_indptr = indptr(torch.cat([num_drafts + 1, counts(random, 1, num_chunks)]))
         targets = torch.randint(0, 4, (int(sample_indptr[-1]),), generator=random).to(INT32)
         wide = torch.randint(0, 4, (num_decode, width + 1), generator=random).to(INT32)
-        draft_probs = (torch.randn(num_decode, width + 2, vocab_size, generator=random) * 2).softmax(dim=2)
-        rule = token_rule(random, num_drafts, width, vocab_size, draft_probs[:, :width])
         arguments = (wide[:, :width], torch.cat([num_drafts, none]), sample_indptr, targets)
-        for each in (None, rule):
-            got, wanted = accept_triton(*arguments, each), accept_torch(*arguments, each)
-            assert torch.equal(got[0], wanted[0]), (trial, got[0], wanted[0])
-            assert torch.equal(got[1], wanted[1]), (trial, got[1], wanted[1])
+        rules = (
+            None,
+            sampled_rule(random, num_drafts, width, vocab_size, reduced=False),
+            sampled_rule(random, num_drafts, width, vocab_size, reduced=True),
+            typical_rule(random, num_drafts, width, vocab_size),
+        )
+        for rule in rules:
+            got, wanted = accept_triton(*arguments, rule), accept_torch(*arguments, rule)
+            assert torch.equal(got[0], wanted[0]), (trial, rule, got[0], wanted[0])
+            assert torch.equal(got[1], wanted[1]), (trial, rule, got[1], wanted[1])
+
+
+def check_law(random: torch.Generator) -> None:
+    """Every draft and every outcome over a vocabulary of 3: the kernels' decisions give exactly the target's law."""
+    for length, block, draft_ids in ((3, True, None), (2, False, None), (2, True, (2, 0))):
+        target, draft = random_tree(length + 1, 0), random_tree(length + 1, 50)
+        draft = draft if draft_ids is None else with_zeros(draft, 1)
+        setting = Setting(target, draft, length, block, draft_ids)
+        outcomes = Outcomes.of(setting)
+        with recorded_weights() as residuals:
+            setting.run(outcomes.drafts, outcomes.coins)
+        in_single = replace(setting, dtype=torch.float32)
+        got = replace(in_single, accept=accept_triton).run(outcomes.drafts, outcomes.coins)
+        assert error_of(emitted_law(setting, outcomes, got[0], residuals[0]), target) < 1e-12
+        assert torch.equal(got[1], in_single.run(outcomes.drafts, outcomes.coins)[1])
 
 
 def check_packed(random: torch.Generator) -> None:
@@ -114,6 +165,6 @@ def check_noise(random: torch.Generator) -> None:
 
 
 if __name__ == "__main__":
-    for check in (check_gumbel, check_accept, check_packed, check_noise):
+    for check in (check_gumbel, check_accept, check_law, check_packed, check_noise):
         check(torch.Generator().manual_seed(7))
         print(check.__name__)

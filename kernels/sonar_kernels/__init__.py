@@ -1,8 +1,19 @@
 """Kernels of Sonar Engine: each a Triton kernel and a torch twin behind one function that picks by device."""
 
-from sonar_kernels.accept import TokenRule, accept
+from sonar_kernels.accept import accept
 from sonar_kernels.draft_tokens import fill_draft_tokens
 from sonar_kernels.gumbel import gumbel_argmax
 from sonar_kernels.pages import build_page_indices, update_page_table
+from sonar_kernels.sampled_rule import DraftVocabulary, SampledRule
+from sonar_kernels.typical_rule import TypicalRule
 
-__all__ = ["TokenRule", "accept", "build_page_indices", "fill_draft_tokens", "gumbel_argmax", "update_page_table"]
+__all__ = [
+    "DraftVocabulary",
+    "SampledRule",
+    "TypicalRule",
+    "accept",
+    "build_page_indices",
+    "fill_draft_tokens",
+    "gumbel_argmax",
+    "update_page_table",
+]

@@ -7,6 +7,20 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
+class LossyConfig(BaseModel):
+    """Typical acceptance (Cai et al. 2024, arXiv 2401.10774): faster, but lossy.
+
+    A draft is accepted where its probability under the target is above
+    min(posterior_threshold, posterior_alpha * exp(-entropy)). Requests above temperature 0, seeded or not, no longer
+    follow the target's law; temperature 0 stays exact.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    posterior_threshold: float = Field(default=0.09, gt=0, lt=1, description="Probability that is always enough")
+    posterior_alpha: float = Field(default=0.3, gt=0, le=1, description="Share of exp(-entropy) that is enough")
+
+
 class SpeculativeConfig(BaseModel):
     """How to draft. `none` proposes nothing; `ngram` looks the last tokens up in the sequence so far."""
 
@@ -16,6 +30,12 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int = Field(default=4, ge=1, le=32, description="Most drafts a step")
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
+    verification: Literal["block", "token"] = Field(
+        default="block", description="Lossless rule for sampled drafts of unseeded requests"
+    )
+    lossy: LossyConfig | None = Field(
+        default=None, description="Typical acceptance: lossy above temperature 0; default: none"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> SpeculativeConfig:

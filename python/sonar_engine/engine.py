@@ -26,7 +26,7 @@ from sonar_engine.step_buffers import BatchMetadata, StepBuffers
 from sonar_engine.step_statistics import StepStatistics
 from sonar_engine.tokenizer import Tokenizer, load_tokenizer
 from sonar_engine.types import Completion, EngineInfo, EngineStats, RequestOutput, SamplingParams
-from sonar_engine.verification.token import Verifier
+from sonar_engine.verification.verifier import Verifier
 
 if TYPE_CHECKING:
     from sonar_engine.config import EngineConfig
@@ -51,7 +51,7 @@ class Engine:
         self._buffers = StepBuffers((self._scheduler.slot(0), self._scheduler.slot(1)), runner.page_table)
         self._drafter: Drafter = build_drafter(DrafterContext(config, self._scheduler, runner.device))
         self._sampling = SamplingState(config.max_num_seqs, info.vocab_size, runner.device, info.eos_token_ids)
-        self._verifier = Verifier(self._sampling, runner.cpu_kernels)
+        self._verifier = Verifier(self._sampling, runner.cpu_kernels, config.speculative)
         self._statistics = StepStatistics(config.speculative.num_speculative_tokens)
         self._params: dict[int, tuple[SamplingParams, int]] = {}  # request id -> parameters, its own seed
         self._seeds = np.random.default_rng(config.seed)

@@ -1,4 +1,4 @@
-"""`sonar_kernels.accept` in Triton: one program a batch row decides, one a row under the token rule recovers."""
+"""`sonar_kernels.accept` in Triton: one program a batch row counts what was accepted and writes what is emitted."""
 
 # mypy: allow-untyped-defs
 # ruff: noqa: PLR0917
@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from sonar_kernels.accept import TokenRule
-from sonar_kernels.triton_kernels.noise import exponential
-
-BLOCK = 2048
+from sonar_kernels.accept import Rule
+from sonar_kernels.sampled_rule import SampledRule
+from sonar_kernels.triton_kernels.sampled_rule import TritonSampledRule
+from sonar_kernels.triton_kernels.typical_rule import judge_typical
 
 
 @triton.jit
@@ -21,16 +21,12 @@ def accept_kernel(
     target_tokens,
     num_emitted,
     tokens,
-    rule_rows,  # int32 [D], which row of the token rule's inputs, -1 = match rule
-    target_probs,
-    draft_probs,
-    accept_coins,
+    rule_rows,  # int32 [D], which row of the rule's inputs, -1 = sample and match
+    block_rows,  # int32 [N], not 0: the longest prefix that passes, else the leading drafts
+    judged,  # int32 [N, K], not 0: the draft passes
     draft_stride,
-    draft_probs_stride,
-    draft_probs_step_stride,
     num_decode,
     width,
-    vocab_size,
     HAS_RULE: tl.constexpr,
     BLOCK_K: tl.constexpr,  # a power of 2 above width
 ):
@@ -45,62 +41,17 @@ def accept_kernel(
     if HAS_RULE:
         rule_row = tl.load(rule_rows + row, mask=row < num_decode, other=-1)
         ruled = steps < tl.where(rule_row >= 0, num_drafts, 0)
-        places = rule_row.to(tl.int64) * width + steps
-        target = tl.load(target_probs + places * vocab_size + drafts, mask=ruled, other=0.0)
-        draft_probs += row.to(tl.int64) * draft_probs_stride
-        draft = tl.load(draft_probs + steps * draft_probs_step_stride + drafts, mask=ruled, other=1.0)
-        coins = tl.load(accept_coins + places, mask=ruled, other=0.0)
-        accepted = tl.where(rule_row >= 0, coins * draft < target, accepted)
+        passed = tl.load(judged + rule_row.to(tl.int64) * width + steps, mask=ruled, other=0) != 0
+        accepted = tl.where(rule_row >= 0, passed, accepted)
     num_accepted = tl.min(tl.where(drafted & accepted, BLOCK_K, steps), axis=0)
+    if HAS_RULE:
+        longest = tl.max(tl.where(drafted & accepted, steps + 1, 0), axis=0)
+        is_block = tl.load(block_rows + rule_row, mask=rule_row >= 0, other=0) != 0
+        num_accepted = tl.where(is_block, longest, num_accepted)
     final = tl.load(target_tokens + first + num_accepted, mask=sampled, other=-1)
     emitted = tl.where(steps < num_accepted, drafts, tl.where(steps == num_accepted, final, -1))
     tl.store(tokens + row * (width + 1) + steps, emitted, mask=steps <= width)
     tl.store(num_emitted + row, tl.where(sampled, num_accepted + 1, 0))
-
-
-@triton.jit
-def recover_kernel(
-    requests,
-    num_draft_tokens,
-    num_emitted,
-    tokens,
-    target_probs,
-    draft_probs,
-    seed_lo,
-    seed_hi,
-    positions,
-    draft_probs_stride,
-    draft_probs_step_stride,
-    width,
-    vocab_size,
-    BLOCK: tl.constexpr,
-):
-    rule_row = tl.program_id(0)
-    row = tl.load(requests + rule_row)
-    step = tl.load(num_emitted + row) - 1
-    if step < tl.load(num_draft_tokens + row):
-        lo = tl.load(seed_lo + rule_row)
-        hi = tl.load(seed_hi + rule_row)
-        position = tl.load(positions + rule_row) + step
-        target_probs += (rule_row.to(tl.int64) * width + step) * vocab_size
-        draft_probs += row.to(tl.int64) * draft_probs_stride + step * draft_probs_step_stride
-        best, best_target = 0.0, -1.0  # of the residual, and of the target where no residual is left
-        token, token_of_target = 0, 0
-        for start in range(0, vocab_size, BLOCK):
-            ids = start + tl.arange(0, BLOCK)
-            inside = ids < vocab_size
-            target = tl.load(target_probs + ids, mask=inside, other=0.0)
-            draft = tl.load(draft_probs + ids, mask=inside, other=0.0)
-            noise = exponential(ids, lo, hi, position)
-            scores = tl.where(inside, tl.maximum(target - draft, 0.0) / noise, -1.0)
-            block_best, block_token = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
-            token = tl.where(block_best > best, start + block_token, token)
-            best = tl.maximum(best, block_best)
-            scores = tl.where(inside, target / noise, -1.0)
-            block_best, block_token = tl.max(scores, axis=0, return_indices=True, return_indices_tie_break_left=True)
-            token_of_target = tl.where(block_best > best_target, start + block_token, token_of_target)
-            best_target = tl.maximum(best_target, block_best)
-        tl.store(tokens + row * (width + 1) + step, tl.where(best > 0.0, token, token_of_target))
 
 
 def accept_triton(
@@ -108,7 +59,7 @@ def accept_triton(
     num_draft_tokens: torch.Tensor,
     sample_indptr: torch.Tensor,
     target_tokens: torch.Tensor,
-    token_rule: TokenRule | None = None,
+    rule: Rule | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments and result as in `sonar_kernels.accept`."""
     num_reqs, (num_decode, width) = num_draft_tokens.shape[0], draft_tokens.shape
@@ -116,26 +67,21 @@ def accept_triton(
     tokens = torch.empty((num_reqs, width + 1), dtype=torch.int32, device=draft_tokens.device)
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
     arguments = (draft_tokens, num_draft_tokens, sample_indptr, target_tokens, num_emitted, tokens)
+    numbers = (draft_tokens.stride(0), num_decode, width)
     block_k = triton.next_power_of_2(width + 1)
-    if token_rule is None:
-        accept_kernel[(num_reqs,)](
-            *arguments, *(target_tokens,) * 4, draft_tokens.stride(0), 0, 0, num_decode, width, 0, False, block_k
-        )
+    if rule is None:
+        accept_kernel[(num_reqs,)](*arguments, *(target_tokens,) * 3, *numbers, False, block_k)
         return num_emitted, tokens
-    rule = token_rule
-    probs = rule.target_probs.contiguous()
-    draft_probs = rule.draft_probs if rule.draft_probs.stride(2) == 1 else rule.draft_probs.contiguous()
-    strides, vocab_size = draft_probs.stride()[:2], probs.shape[2]
     rule_rows = torch.full((num_decode,), -1, dtype=torch.int32, device=draft_tokens.device)
     num_rules = rule.requests.shape[0]
     rule_rows[rule.requests.long()] = torch.arange(num_rules, dtype=torch.int32, device=draft_tokens.device)
-    inputs = (rule_rows, probs, draft_probs, rule.accept_coins.contiguous())
-    accept_kernel[(num_reqs,)](
-        *arguments, *inputs, draft_tokens.stride(0), *strides, num_decode, width, vocab_size, True, block_k
-    )
-    seeds = [vector.contiguous() for vector in (rule.seed_lo, rule.seed_hi, rule.positions)]
-    recover_kernel[(num_rules,)](
-        rule.requests.contiguous(), num_draft_tokens, num_emitted, tokens, probs, draft_probs, *seeds, *strides, width,
-        vocab_size, BLOCK=BLOCK,
-    )  # fmt: skip
+    if not isinstance(rule, SampledRule):
+        judged = judge_typical(draft_tokens, num_draft_tokens, rule)
+        leading = torch.zeros_like(rule.requests)
+        accept_kernel[(num_reqs,)](*arguments, rule_rows, leading, judged, *numbers, True, block_k)
+        return num_emitted, tokens
+    launches = TritonSampledRule(rule)
+    judged = launches.judge(draft_tokens, num_draft_tokens)
+    accept_kernel[(num_reqs,)](*arguments, rule_rows, launches.block_rows, judged, *numbers, True, block_k)
+    launches.recover(num_draft_tokens, num_emitted, tokens)
     return num_emitted, tokens

@@ -14,14 +14,18 @@ from sonar_engine.step_buffers import BatchMetadata
 
 @dataclass(frozen=True)
 class Draft:
-    """Draft tokens of one step, a chain a row. D = decode rows, K = most drafts of any row.
+    """Draft tokens of one step, a chain a row. D = decode rows, K = most drafts of any row, W = the draft's vocabulary.
 
-    `probs` is the distribution each token was drawn from, [D, K, V] fp32; None: drawn greedily (one-hot).
+    `probs` is the distribution each token was drawn from, [D, K, W] fp32; None: chosen without chance (one-hot).
+    Tokens with `probs` must be drawn with noise that no other step uses: `sampling.coins.draft_seeds`.
+    `token_map` int32 [W] is the target id of each draft id where W is a reduced vocabulary, the same tensor in every
+    step; None: W is the target's. `tokens` are target ids always.
     Row d uses its first `batch.num_draft_tokens[d]` columns; the rest is undefined.
     """
 
     tokens: torch.Tensor  # int32 [D, K]
     probs: torch.Tensor | None = None
+    token_map: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,22 @@ def split_seed(seed: int) -> tuple[int, int]:
     return lo - ((lo >> 31) << 32), hi - ((hi >> 31) << 32)
 
 
-def accept_coins(seeds: Seeds, positions: torch.Tensor) -> torch.Tensor:
-    """fp32 in [0, 1), one for each output position: positions int32 [N, K] of N seeds -> [N, K]."""
+def accept_coins(seeds: Seeds, first_positions: torch.Tensor, num_drafts: int) -> torch.Tensor:
+    """fp32 in [0, 1), [N, K = num_drafts]: a coin for each draft of N rows, `first_positions` int32 [N] their first's.
+
+    A coin belongs to (output position of the step's first draft, index of the draft), which no two steps share. A coin
+    of the draft's own output position would come back in the next step after a rejection, and block verification has
+    looked at it by then: the text's law would not be the target's.
+    """
     purpose = seeds.for_purpose(ACCEPT)
-    zero = torch.zeros((), dtype=torch.int32, device=positions.device)
-    return coins.uniform(zero, purpose.lo[:, None], purpose.hi[:, None], positions)
+    steps = torch.arange(num_drafts, dtype=torch.int32, device=first_positions.device)
+    return coins.uniform(steps, purpose.lo[:, None], purpose.hi[:, None], first_positions[:, None])
+
+
+def draft_seeds(seeds: Seeds, step: int) -> Seeds:
+    """Seeds of the noise that draws draft `step` (from 0) of a chain.
+
+    Always with the output position of the chain's first draft, the same for all its drafts: for the reason given in
+    `accept_coins` no draft's noise may come back in a later step.
+    """
+    return seeds.for_purpose(DRAFT + (step << 24))
