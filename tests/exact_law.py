@@ -152,7 +152,9 @@ def recorded_weights() -> Iterator[list[torch.Tensor]]:
         rule_module.draw = draw
 
 
-def emitted_law(setting: Setting, outcomes: Outcomes, num_emitted: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def emitted_law(
+    setting: Setting, outcomes: Outcomes, num_emitted: torch.Tensor, residual: torch.Tensor
+) -> torch.Tensor:
     """The law of the first L + 1 output tokens, [V ** (L + 1)]: one verification, then the target alone.
 
     `num_emitted` [N] is what was decided for the outcomes, `residual` [N, V] what recovered tokens are drawn from.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from sampling_batches import sampled_batch
+from sonar_engine.config import SpeculativeConfig
 from sonar_engine.drafters.base import Draft
 from sonar_engine.sampling.state import SamplingState
 from sonar_engine.types import SamplingParams
@@ -39,8 +40,10 @@ class ToyLoop:
         prompt: Sequence[int] = (1, 2, 3),
         eos_token_ids: Sequence[int] = (0,),
         seeds: Sequence[int] | None = None,
+        config: SpeculativeConfig | None = None,
     ) -> None:
         self.logits = logits
+        self.config = config
         self.params = params
         self.slots = list(range(len(params))) if slots is None else list(slots)
         self.prompt = list(prompt)
@@ -73,7 +76,7 @@ class ToyLoop:
         most = max(len(each) for each in drafts)
         padded = [each + [-1] * (most - len(each)) for each in drafts]
         draft = Draft(torch.tensor(padded, dtype=torch.int32).reshape(len(drafts), most)) if most else None
-        verdict, logprobs = Verifier(self.state).verify(self.logits[rows].clone(), batch, draft)
+        verdict, logprobs = Verifier(self.state, config=self.config).verify(self.logits[rows].clone(), batch, draft)
         self.state.observe(batch, verdict)
         self.num_steps += 1
         for row, i in enumerate(running):

@@ -121,7 +121,7 @@ def residual_mass(
 def residual_weights(
     target_probs: torch.Tensor, draft_probs: torch.Tensor, factor: torch.Tensor, vocabulary: DraftVocabulary | None
 ) -> torch.Tensor:
-    """Unnormalised law [N, V] of the recovered token: max(factor * target - draft, 0), or target if that is all zero."""
+    """Unnormalised law [N, V] of the recovered token: max(factor * target - draft, 0); target if that is zero."""
     weights = target_probs * factor[:, None]
     if vocabulary is None:
         weights -= draft_probs
@@ -131,9 +131,7 @@ def residual_weights(
     return torch.where(weights.sum(dim=1, keepdim=True) > 0, weights, target_probs)
 
 
-def draw(
-    weights: torch.Tensor, seed_lo: torch.Tensor, seed_hi: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
+def draw(weights: torch.Tensor, seed_lo: torch.Tensor, seed_hi: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """weights [N, V], the rest int32 [N] -> int32 [N], drawn in proportion to the weights."""
     ids = torch.arange(weights.shape[1], dtype=torch.int32, device=weights.device)
     noise = coins.exponential(ids, seed_lo[:, None], seed_hi[:, None], positions[:, None])

@@ -23,9 +23,7 @@ def draft_probs_of(draft_probs, draft_ids, ids, inside, HAS_MAP: tl.constexpr):
 
 
 @triton.jit
-def residual_mass(
-    target_probs, draft_probs, draft_ids, factor, vocab_size, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr
-):
+def residual_mass(target_probs, draft_probs, draft_ids, factor, vocab_size, HAS_MAP: tl.constexpr, BLOCK: tl.constexpr):
     """Sum over the vocabulary of max(factor * target - draft, 0)."""
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab_size, BLOCK):

@@ -28,6 +28,7 @@ def sampled_rule(
     draft: Draft,
     rows: SampleRows,
     state: SamplingState,
+    *,
     vocabulary: DraftVocabulary | None,
     block: bool,
 ) -> SampledRule | None:
@@ -79,7 +80,9 @@ def draft_vocabulary(token_map: torch.Tensor, vocab_size: int) -> DraftVocabular
     """
     target_ids = token_map.to(torch.int32)
     if target_ids.numel() and (int(target_ids.min()) < 0 or int(target_ids.max()) >= vocab_size):
-        raise ConfigError(f"the draft's token map leaves the target's vocabulary; every id must be in 0..{vocab_size - 1}")
+        raise ConfigError(
+            f"the draft's token map leaves the target's vocabulary; every id must be in 0..{vocab_size - 1}"
+        )
     own_ids = torch.arange(target_ids.shape[0], dtype=torch.int32, device=target_ids.device)
     draft_ids = torch.full((vocab_size,), -1, dtype=torch.int32, device=target_ids.device)
     draft_ids[target_ids.long()] = own_ids

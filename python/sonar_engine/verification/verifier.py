@@ -78,7 +78,7 @@ class Verifier:
             self._token_map = draft.token_map
         check_width(draft.probs, self._vocabulary, logits.shape[1])
         block = self._config.verification == "block"
-        return sampled_rule(logits, batch, draft, rows, self._state, self._vocabulary, block)
+        return sampled_rule(logits, batch, draft, rows, self._state, vocabulary=self._vocabulary, block=block)
 
 
 def _without_drafts(target_tokens: torch.Tensor, batch: BatchMetadata) -> Verdict:
