@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 from sampling_batches import sampled_batch, sampling_state
 from sonar_engine.config import LossyConfig, SpeculativeConfig
+from sonar_engine.config_loader import load_config
 from sonar_engine.drafters.base import Draft
 from sonar_engine.errors import ConfigError
-from sonar_engine.sampling.coins import Seeds, accept_coins
+from sonar_engine.sampling.coins import DRAFT, Seeds, accept_coins, draft_seeds
 from sonar_engine.types import SamplingParams
 from sonar_engine.verification.verifier import Verifier
+from sonar_kernels import gumbel_argmax
 from toy_target import ToyLoop, corrupted, no_drafts, toy_logits
 
 rule_module = importlib.import_module("sonar_kernels.sampled_rule")
@@ -46,12 +48,38 @@ def chi_square_z(counts: np.ndarray, probs: np.ndarray) -> float:
     return float(((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom)))
 
 
+Noise = Callable[[Seeds, torch.Tensor, int], tuple[Seeds, torch.Tensor]]
+
+
+def fresh_noise(seeds: Seeds, first_positions: torch.Tensor, step: int) -> tuple[Seeds, torch.Tensor]:
+    """Seeds and positions of the noise that draws draft `step`."""
+    return draft_seeds(seeds, step), first_positions
+
+
+def noise_of_own_positions(seeds: Seeds, first_positions: torch.Tensor, step: int) -> tuple[Seeds, torch.Tensor]:
+    """Comes back in the next step where a draft before this one was rejected."""
+    return seeds.for_purpose(DRAFT), first_positions + step
+
+
+def draw_drafts(
+    drafter: torch.Tensor, last: torch.Tensor, noises: Sequence[tuple[Seeds, torch.Tensor]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, laws = [], []
+    for own, positions in noises:
+        laws.append(drafter[last])
+        last = gumbel_argmax(laws[-1].log(), torch.ones(len(last)), own.lo, own.hi, positions).long()
+        tokens.append(last)
+    return torch.stack(tokens, dim=1), torch.stack(laws, dim=1)
+
+
 def first_three_tokens(
     params: SamplingParams,
     with_probs: bool,
+    *,
     runs: int = 200_000,
     config: SpeculativeConfig | None = None,
     token_map: torch.Tensor | None = None,
+    noise: Noise = fresh_noise,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Counts of the first three tokens over a vocabulary of 8, two drafts a step, and the target's law of them."""
     vocab_size, num_drafts, chunk = 8, 2, 20_000
@@ -72,7 +100,9 @@ def first_three_tokens(
         while (lengths < 3).any():
             running = torch.nonzero(lengths < 3)[:, 0]
             last = outputs[running, lengths[running]]
-            drafts, probs = draw_drafts(drafter, last, num_drafts, random)
+            seeds, positions = Seeds(state.seed_lo[running], state.seed_hi[running]), lengths[running].to(INT32)
+            noises = [noise(seeds, positions, step) for step in range(num_drafts)]
+            drafts, probs = draw_drafts(drafter, last, noises)
             rows = torch.cat([last[:, None], drafts], dim=1).flatten()
             batch = sampled_batch(running.tolist(), [num_drafts] * len(running), lengths[running].tolist())
             probs = probs if token_map is None else probs[:, :, token_map]
@@ -86,17 +116,6 @@ def first_three_tokens(
         index = (outputs[:, 1] * vocab_size + outputs[:, 2]) * vocab_size + outputs[:, 3]
         counts += np.bincount(index.numpy(), minlength=vocab_size**3)
     return counts, three_token_law(table, params)
-
-
-def draw_drafts(
-    drafter: torch.Tensor, last: torch.Tensor, num_drafts: int, random: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens, laws = [], []
-    for _ in range(num_drafts):
-        laws.append(drafter[last])
-        last = torch.multinomial(laws[-1], 1, generator=random)[:, 0]
-        tokens.append(last)
-    return torch.stack(tokens, dim=1), torch.stack(laws, dim=1)
 
 
 def three_token_law(table: torch.Tensor, params: SamplingParams) -> np.ndarray:
@@ -142,6 +161,12 @@ def test_the_empirical_law_notices_coins_that_come_back_in_the_next_step(monkeyp
 
     monkeypatch.setattr(rules_module, "accept_coins", of_own_positions)
     counts, law = first_three_tokens(SamplingParams(temperature=3.0), with_probs=True)
+    assert chi_square_z(counts, law) > 6
+
+
+def test_the_empirical_law_notices_drafts_drawn_with_noise_that_comes_back() -> None:
+    """The rejection has looked at all drafts of its step, so the next one's may not be made of the same noise."""
+    counts, law = first_three_tokens(SamplingParams(temperature=3.0), with_probs=True, noise=noise_of_own_positions)
     assert chi_square_z(counts, law) > 6
 
 
@@ -300,6 +325,14 @@ def test_a_lossy_threshold_above_every_probability_accepts_nothing() -> None:
 def test_lossy_settings_outside_their_ranges_are_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
         LossyConfig(**{field: value})
+
+
+def test_verification_is_block_and_lossless_unless_the_configuration_says_otherwise() -> None:
+    assert (SpeculativeConfig().verification, SpeculativeConfig().lossy) == ("block", None)
+    speculative = '{"method": "ngram", "verification": "token", "lossy": {"posterior_alpha": 0.5}}'
+    config = load_config({"speculative_config": speculative}, {}, None).engine.speculative
+    assert config.verification == "token"
+    assert config.lossy == LossyConfig(posterior_threshold=0.09, posterior_alpha=0.5)
 
 
 # What does not fit

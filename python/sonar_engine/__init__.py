@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sonar_engine._scheduler import __version__
-    from sonar_engine.config import EngineConfig, SpeculativeConfig
+    from sonar_engine.config import EngineConfig, LossyConfig, SpeculativeConfig
     from sonar_engine.engine import Engine, build_engine
     from sonar_engine.types import Completion, RequestOutput, SamplingParams
 
@@ -19,6 +19,7 @@ _HOMES = {
     "Completion": "types",
     "Engine": "engine",
     "EngineConfig": "config",
+    "LossyConfig": "config",
     "RequestOutput": "types",
     "SamplingParams": "types",
     "SpeculativeConfig": "config",
@@ -29,6 +30,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineConfig",
+    "LossyConfig",
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",
