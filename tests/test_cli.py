@@ -337,3 +337,31 @@ def test_serve_hands_both_configurations_to_the_server(sonar: Sonar, monkeypatch
 def test_a_bad_server_option_never_starts_anything(sonar: Sonar):
     assert sonar("serve", "some/model", "--port", "99999") == 1
     assert_one_line_error(sonar, "--port")
+
+
+def test_a_prompts_file_may_hold_line_separators_and_a_byte_order_mark(tmp_path):
+    from sonar_engine.cli.prompts_file import read_prompts
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('\ufeff{"prompt": "a\u2028b"}\n{"prompt": "c\u0085d"}\r\n'.encode())
+    assert read_prompts(path) == ["a\u2028b", "c\u0085d"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": [{"content": "x"}]}',
+        '{"messages": [{"role": "user", "content": 5}]}',
+        '{"prompt": ' + "1" * 5000 + "}",
+        "[" * 100_000,
+    ],
+)
+def test_an_unusable_line_of_a_prompts_file_is_named(tmp_path, line):
+    from sonar_engine.cli.prompts_file import read_prompts
+    from sonar_engine.errors import InvalidRequestError
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line)
+    with pytest.raises(InvalidRequestError, match=r"prompts\.jsonl:2: "):
+        read_prompts(path)

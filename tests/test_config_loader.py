@@ -188,3 +188,15 @@ def test_variables_of_a_kubernetes_service_and_of_the_cache_are_no_options():
 def test_the_cache_folder_comes_from_the_environment_or_the_home():
     assert cache_folder({"SONAR_CACHE": "/data/models"}) == Path("/data/models")
     assert cache_folder({}) == Path.home() / ".cache" / "sonar"
+
+
+@pytest.mark.parametrize("text", ["1" * 5000, "[" * 20_000])
+def test_json_that_python_cannot_hold_is_an_error_of_one_line(text):
+    with pytest.raises(ConfigError, match="not valid JSON") as refused:
+        load_config({"speculative_config": text}, {}, None)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_infinite_size_is_refused():
+    with pytest.raises(ConfigError, match="gib"):
+        load_config({"kv_cache_gib": "inf"}, {}, None)

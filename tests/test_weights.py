@@ -449,6 +449,17 @@ def test_a_gguf_header_with_any_bytes_changed_loads_or_is_refused(
         assert str(error)
 
 
+@pytest.mark.parametrize(("offset", "message"), [(3, "no multiple of 32"), (0, "overlaps")])
+def test_a_gguf_tensor_at_an_impossible_place_is_named(
+    gguf_bytes: bytes, tmp_path: Path, offset: int, message: str
+) -> None:
+    name = b"blk.1.ffn_up.weight"
+    at = gguf_bytes.index(name) + len(name) + 4 + 2 * 8 + 4  # behind the number of dimensions, two of them, the type
+    path = tmp_path / "misplaced.gguf"
+    path.write_bytes(gguf_bytes[:at] + offset.to_bytes(8, "little") + gguf_bytes[at + 8 :])
+    fails_with(lambda: load(path), message)
+
+
 def test_a_gguf_tensor_of_a_wrong_shape_is_named(llama: Path, tmp_path: Path) -> None:
     def widen(tensors: dict[str, np.ndarray]) -> None:
         tensors["blk.1.ffn_up.weight"] = np.zeros((9, 64), np.float32)

@@ -15,7 +15,7 @@ class LossyConfig(BaseModel):
     follow the target's law; temperature 0 stays exact.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     posterior_threshold: float = Field(default=0.09, gt=0, lt=1, description="Probability that is always enough")
     posterior_alpha: float = Field(default=0.3, gt=0, le=1, description="Share of exp(-entropy) that is enough")
@@ -24,7 +24,7 @@ class LossyConfig(BaseModel):
 class SpeculativeConfig(BaseModel):
     """How to draft. `none` proposes nothing; `ngram` looks the last tokens up in the sequence so far."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     method: Literal["none", "ngram"] = Field(default="none", description="How tokens are proposed")
     num_speculative_tokens: int = Field(default=4, ge=1, le=32, description="Most drafts a step")
@@ -49,7 +49,7 @@ class SpeculativeConfig(BaseModel):
 class EngineConfig(BaseModel):
     """Everything the engine needs to start. Sizes are in tokens unless the name says otherwise."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str = Field(default="smollm2-135m", description="Known name, folder, .gguf file or hub id")
     tokenizer: str | None = Field(default=None, description="Where the tokenizer is, when not with the model")

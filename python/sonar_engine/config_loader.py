@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from sonar_engine.config import EngineConfig, SpeculativeConfig
-from sonar_engine.errors import ConfigError
+from sonar_engine.errors import ConfigError, reason
 from sonar_engine.server.config import ServerConfig
 
 ENV_PREFIX = "SONAR_"
@@ -136,6 +136,8 @@ def _file_options(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         raise ConfigError(f"--config {place}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    except (ValueError, RecursionError) as error:  # numbers of too many digits, too deep nesting
+        raise ConfigError(f"--config {path}: not usable YAML: {reason(error)}") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
@@ -207,9 +209,10 @@ def _speculative_mapping(value: Any, source: Source) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also numbers of too many digits, and too deep nesting
+            place = f" at {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
             raise ConfigError(
-                f"{source.spell(SPECULATIVE_CONFIG)}: not valid JSON ({error.msg} at {error.pos}); right: {example}"
+                f"{source.spell(SPECULATIVE_CONFIG)}: not valid JSON ({reason(error)}{place}); right: {example}"
             ) from error
     if not isinstance(value, dict):
         raise ConfigError(f"{source.spell(SPECULATIVE_CONFIG)}: must be an object, such as {example}")

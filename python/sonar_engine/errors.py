@@ -11,6 +11,12 @@ class SonarError(Exception):
     """Root of all errors of this package."""
 
 
+def reason(error: BaseException) -> str:
+    """First line of another library's error, for a message of ours."""
+    message = getattr(error, "msg", None) or str(error)
+    return (message.strip().splitlines() or [type(error).__name__])[0]
+
+
 class ConfigError(SonarError):
     """An option, or a combination of options, that cannot work."""
 

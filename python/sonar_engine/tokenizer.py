@@ -193,9 +193,14 @@ def _template_of_folder(folder: Path, config: Mapping[str, Any]) -> str | dict[s
     """chat_template.jinja, else the entry of tokenizer_config.json: one text, or a list of named ones."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"{path} cannot be read as text: {error}; fetch it again") from None
     template = config.get("chat_template")
     if isinstance(template, list):
+        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
+            raise ModelLoadError(f"{folder}: every chat_template in tokenizer_config.json needs name and template")
         return {str(entry["name"]): str(entry["template"]) for entry in template}
     return template if isinstance(template, str) else None
 

@@ -11,5 +11,5 @@ Prompt = str | list[dict[str, Any]]
 
 def load_prompts() -> list[Prompt]:
     """Texts to continue and conversations, in the order of the file."""
-    lines = (files("sonar_engine.bench") / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (files("sonar_engine.bench") / "prompts.jsonl").read_text(encoding="utf-8").strip().split("\n")
     return [entry.get("prompt") or entry["messages"] for entry in map(json.loads, lines)]

@@ -35,6 +35,8 @@ def chat(
     config = load_options(options).engine
     with open_session(config) as session:
         params = session.sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        # settings or a template that no turn could use end it here
+        session.engine.validate(session.encode([{"role": "user", "content": "Hello"}]), params)
         _note(f"{session.engine.info.model_name}: {HELP}")
         converse(session, params, [{"role": "system", "content": system}] if system else [])
 

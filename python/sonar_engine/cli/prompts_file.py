@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sonar_engine.errors import InvalidRequestError
+from sonar_engine.errors import InvalidRequestError, reason
 
 Prompt = str | list[dict[str, Any]]
 
@@ -19,7 +19,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises InvalidRequestError naming the line that is wrong.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a raw U+2028 is text
     except OSError as error:
         raise InvalidRequestError(f"--prompts {path}: {error.strerror}; give a readable JSON Lines file") from error
     except UnicodeDecodeError as error:
@@ -33,13 +33,19 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _parse(line: str, place: str) -> Prompt:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidRequestError(f"{place}: not JSON ({error.msg}); {EXPECTED}") from error
+    except (ValueError, RecursionError) as error:  # also numbers of too many digits, and too deep nesting
+        raise InvalidRequestError(f"{place}: not JSON ({reason(error)}); {EXPECTED}") from error
     if not isinstance(entry, dict) or set(entry) not in ({"prompt"}, {"messages"}):
         raise InvalidRequestError(f"{place}: must have exactly one of the keys prompt and messages; {EXPECTED}")
     if isinstance(entry.get("prompt"), str):
         return str(entry["prompt"])
     messages = entry.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InvalidRequestError(f"{place}: prompt must be a text, messages a list of objects; {EXPECTED}")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise InvalidRequestError(
+            f"{place}: prompt must be a text, messages a list of objects with a role and a content of text; {EXPECTED}"
+        )
     return messages
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(field), str) for field in ("role", "content"))

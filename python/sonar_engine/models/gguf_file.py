@@ -202,6 +202,7 @@ class _Reader:
         tensors = [
             GgufTensor(name, shape, kind, start + offset, num_bytes) for name, shape, kind, offset, num_bytes in entries
         ]
+        self._check_layout(tensors, alignment)
         for tensor in tensors:
             if tensor.offset + tensor.num_bytes > self.size:
                 raise ModelLoadError(
@@ -209,6 +210,21 @@ class _Reader:
                     f"{tensor.offset + tensor.num_bytes}, the file at {self.size}; fetch it again"
                 )
         return tensors
+
+    def _check_layout(self, tensors: list[GgufTensor], alignment: int) -> None:
+        """Each tensor begins at a multiple of the alignment, and behind the end of the one before it."""
+        end = 0
+        for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+            if tensor.offset % alignment:
+                raise ModelLoadError(
+                    f"{self.path} is damaged: tensor {tensor.name!r} begins at byte {tensor.offset}, "
+                    f"which is no multiple of {alignment}; fetch it again"
+                )
+            if tensor.offset < end:
+                raise ModelLoadError(
+                    f"{self.path} is damaged: tensor {tensor.name!r} overlaps the one before it; fetch it again"
+                )
+            end = tensor.offset + tensor.num_bytes
 
     def _table_entry(self) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int, int]:
         name = self.string()

@@ -162,7 +162,10 @@ def _add_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence
 def gguf_eos_ids(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     """The file's eos, eot and eom ids, then control tokens that are known to end a turn or a text."""
     named = (metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
-    ids = [index for index in named if isinstance(index, int) and 0 <= index < vocab_size]
+    ids = [index for index in named if isinstance(index, int)]
+    for index in ids:
+        if not 0 <= index < vocab_size:
+            raise ModelLoadError(f"end token {index} of the GGUF file is no token; ids are 0 to {vocab_size - 1}")
     tokens, types = listed(metadata, "tokenizer.ggml.tokens"), listed(metadata, "tokenizer.ggml.token_type")
     for token, kind, index in zip(tokens, types, range(vocab_size), strict=False):
         if kind == _CONTROL and token in _TURN_ENDS:

@@ -102,7 +102,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelLoadError(f"{path} is missing; a model folder needs it beside its safetensors files") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}")
