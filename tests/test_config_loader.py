@@ -119,6 +119,15 @@ def test_a_number_of_drafts_without_a_method_is_refused():
         ('"ngram"', "must be an object"),
         ('{"method": "ngramm"}', "--speculative-config: method"),
         ('{"method": "ngram", "num_draft": 3}', "--speculative-config: num_draft: no such field"),
+        (
+            '{"method": "ngram", "lossy": {"alpha": 3}}',
+            "--speculative-config: lossy.alpha: no such field; known: posterior_threshold",
+        ),
+        (
+            '{"method": "ngram", "lossy": {"posterior_alpha": 3}}',
+            "--speculative-config: lossy.posterior_alpha: 3 is wrong",
+        ),
+        ('{"method": "ngram", "verification": "tree"}', "--speculative-config: verification"),
         ('{"method": "ngram", "num_speculative_token": 3}', "did you mean num_speculative_tokens?"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "greater than or equal to 1"),
         ('{"method": "ngram", "prompt_lookup_min": 5}', "prompt_lookup_min (5) is above prompt_lookup_max (4)"),

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sonar_engine.config import EngineConfig, SpeculativeConfig
+from sonar_engine.config import EngineConfig, LossyConfig, SpeculativeConfig
 from sonar_engine.errors import ConfigError, reason
 from sonar_engine.server.config import ServerConfig
 
@@ -246,9 +246,11 @@ def _explain(error: ValidationError, model: type[BaseModel], origin: Mapping[str
     source = origin[path[0]]
     if path[0] == "speculative":
         place = _spell_speculative(path[1], source) if len(path) > 1 else source.spell(SPECULATIVE_CONFIG)
+        place += "".join(f".{part}" for part in path[2:])
         if first["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(path[-1], list(SpeculativeConfig.model_fields), n=1)
-            allowed = f"did you mean {close[0]}?" if close else "known: " + ", ".join(SpeculativeConfig.model_fields)
+            fields = list((LossyConfig if path[1:-1] == ["lossy"] else SpeculativeConfig).model_fields)
+            close = difflib.get_close_matches(path[-1], fields, n=1)
+            allowed = f"did you mean {close[0]}?" if close else "known: " + ", ".join(fields)
             return f"{place}: no such field; {allowed}{more}"
     else:
         options = {field: option for option, field in option_names(model).items()}
