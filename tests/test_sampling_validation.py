@@ -220,3 +220,11 @@ def test_anything_is_either_refused_or_sampled_to_a_valid_token(fields: dict[str
     assert params.allowed_token_ids is None or token in params.allowed_token_ids
     assert token not in (params.banned_token_ids or [])
     assert params.min_tokens == 0 or token not in {0, *params.stop_token_ids}
+
+
+def test_lists_of_token_ids_are_bounded_before_they_are_walked():
+    for field, most in (("stop_token_ids", 1024), ("allowed_token_ids", VOCAB), ("banned_token_ids", VOCAB)):
+        getattr(check(SamplingParams(**{field: [3] * most})), field).index(3)
+        with pytest.raises(InvalidRequestError, match=f"at most {most}") as caught:
+            check(SamplingParams(**{field: [3] * (most + 1)}))
+        assert caught.value.param == field

@@ -17,6 +17,7 @@ GREEDY_BELOW = 1e-5  # temperatures below count as 0, as in vLLM: dividing by th
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 256  # characters
+MAX_STOP_IDS = 1024
 MAX_SALT_LEN = 256  # characters
 LARGEST = 3.4e38  # what fp32 holds
 _INT32, _INT64 = 1 << 31, 1 << 63
@@ -45,9 +46,9 @@ def validate(
         "top_k": params.top_k if 0 < params.top_k < vocab_size else 0,
         "max_tokens": _max_tokens(params, max_model_len, num_prompt_tokens),
         "logit_bias": _logit_bias(params.logit_bias, vocab_size),
-        "allowed_token_ids": None if allowed is None else _ids("allowed_token_ids", allowed, vocab_size),
-        "banned_token_ids": _ids("banned_token_ids", params.banned_token_ids or [], vocab_size) or None,
-        "stop_token_ids": _ids("stop_token_ids", params.stop_token_ids, vocab_size),
+        "allowed_token_ids": None if allowed is None else _ids("allowed_token_ids", allowed, vocab_size, vocab_size),
+        "banned_token_ids": _ids("banned_token_ids", params.banned_token_ids or [], vocab_size, vocab_size) or None,
+        "stop_token_ids": _ids("stop_token_ids", params.stop_token_ids, vocab_size, MAX_STOP_IDS),
     }
     result = msgspec.structs.replace(params, **changes)
     _check_something_is_left(result, vocab_size, eos_token_ids)
@@ -137,9 +138,12 @@ def _logit_bias(bias: Any, vocab_size: int) -> dict[int, float] | None:
     return {int(token): float(value) for token, value in bias.items()}
 
 
-def _ids(field: str, ids: Sequence[int], vocab_size: int) -> list[int]:
+def _ids(field: str, ids: Sequence[int], vocab_size: int, most: int) -> list[int]:
+    """Without repeats, in order. `most` bounds the entries, repeats counted."""
     if not isinstance(ids, list | tuple):
         _reject(field, f"must be a list of token ids, not {_shown(ids)}")
+    if len(ids) > most:
+        _reject(field, f"has {len(ids)} entries; at most {most} are possible")
     for token in ids:
         _id(field, token, vocab_size)
     return list(dict.fromkeys(ids))

@@ -34,11 +34,12 @@ async def prepare_completion(request: CompletionRequest, state: ServerState, tok
             f"{state.config.max_prompts} are possible",
             param="n",
         )
+    sizes = [len(prompt) for prompt in prompts]
+    own = validated(params, state.info, 0 if 0 in sizes else max(sizes))  # what suits the longest suits all
     choices: list[Choice] = []
     for prompt in prompts:
-        own = validated(params, state.info, len(prompt))
         choices += [Choice(len(choices) + i, prompt, for_choice(own, i), tokenizer) for i in range(n)]
-    generation = Generation(state, f"cmpl-{uuid.uuid4().hex}", choices, sum(map(len, prompts)))
+    generation = Generation(state, f"cmpl-{uuid.uuid4().hex}", choices, sum(sizes))
     return CompletionAnswer(request, generation, state, tokenizer)
 
 

@@ -6,13 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sonar_engine.sampling.validation import MAX_LOGIT_BIAS, MAX_STOP_LEN, MAX_STOP_STRINGS
+
 
 class ServerConfig(BaseModel):
     """How the server listens, whom it lets in, and the limits on what it takes. Times in seconds."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    host: str = Field(default="127.0.0.1", description="Address to listen on")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one")
     api_keys: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="Key that requests must bear; may be given several times"
@@ -39,10 +41,20 @@ class ServerConfig(BaseModel):
     max_header_bytes: int = Field(default=64 << 10, ge=256, description="Largest size of a request's headers")
     max_header_count: int = Field(default=100, ge=1, description="Most headers of a request")
     max_prompts: int = Field(default=256, ge=1, description="Most prompts of one request")
+    max_messages: int = Field(
+        default=4096, ge=1, description="Most messages of one request, their content parts counted as well"
+    )
+    max_prompt_chars: int = Field(
+        default=4 << 20, ge=1, description="Longest prompt text, or text of all messages, in characters"
+    )
     max_n: int = Field(default=128, ge=1, description="Most choices of one prompt")
-    max_stop_strings: int = Field(default=16, ge=0, description="Most stop strings of one request")
-    max_stop_chars: int = Field(default=256, ge=1, description="Longest stop string, in characters")
-    max_logit_bias: int = Field(default=1024, ge=0, description="Most logit_bias entries")
+    max_stop_strings: int = Field(
+        default=MAX_STOP_STRINGS, ge=0, le=MAX_STOP_STRINGS, description="Most stop strings of one request"
+    )
+    max_stop_chars: int = Field(
+        default=MAX_STOP_LEN, ge=1, le=MAX_STOP_LEN, description="Longest stop string, in characters"
+    )
+    max_logit_bias: int = Field(default=MAX_LOGIT_BIAS, ge=0, le=MAX_LOGIT_BIAS, description="Most logit_bias entries")
     max_logprobs: int = Field(default=20, ge=0, le=20, description="Most alternatives reported at a position")
     max_queued_tokens: int = Field(
         default=4 << 20, ge=1, description="Most prompt tokens of sequences that wait for their first token"

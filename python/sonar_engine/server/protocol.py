@@ -3,22 +3,65 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal, TypeVar
+import re
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import pydantic_core
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sonar_engine.errors import InvalidRequestError
+from sonar_engine.sampling.validation import MAX_LOGIT_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS
 
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
+Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Body = TypeVar("Body", bound=BaseModel)
+
+MAX_BAD_WORDS = 1024
+MAX_TURNS = 4096  # messages and their content parts, where no option says otherwise
+# Entries beyond which a field is refused before any of them is looked at.
+MOST_ENTRIES = {
+    "logit_bias": MAX_LOGIT_BIAS,
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_IDS,
+    "bad_words": MAX_BAD_WORDS,
+}
+_UNION_MEMBER = re.compile(r"str|\[key\]|.*\[.*\]")  # what pydantic puts in a location beside names and indices
 
 
 class Strict(BaseModel):
+    """Unknown fields, then long ones, are refused first and one at a time: a bad body costs no more than a good one."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    field_of: ClassVar[str | None] = None  # the field of a request that holds this model; None for a whole body
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for name in value:
+            if name not in cls.model_fields:
+                raise _unknown(cls, name)
+        for name, most in MOST_ENTRIES.items():
+            entries = value.get(name)
+            if isinstance(entries, list | dict) and len(entries) > most:
+                raise InvalidRequestError(f"{name} has {len(entries)} entries; at most {most} are possible", param=name)
+        return value
+
+
+def _unknown(model: type[Strict], name: str) -> InvalidRequestError:
+    name = name[:200]
+    close = difflib.get_close_matches(name, list(model.model_fields), n=1)
+    owner = model.field_of
+    prefix = "" if owner is None else f"{owner}."
+    hint = f"did you mean {prefix}{close[0]}?" if close else "leave it out"
+    return InvalidRequestError(f"unknown field {prefix}{name}; {hint}", param=owner or name)
 
 
 class StreamOptions(Strict):
+    field_of = "stream_options"
+
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # never added
     continuous_usage_stats: bool | None = None
@@ -26,6 +69,8 @@ class StreamOptions(Strict):
 
 class Speculative(Strict):
     """Speculation of one request; it changes the speed, not the text."""
+
+    field_of = "speculative"
 
     enabled: bool | None = None
     num_speculative_tokens: int | None = None
@@ -80,22 +125,20 @@ class GenerationRequest(Strict):
     service_tier: Any = None
 
 
-class ContentPart(Strict):
-    type: str
-    text: str | None = None
-
-
 class ChatMessage(BaseModel):
     """One turn. Other fields that an answer carries may come back as null or empty."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Parts | None = None
+
+
+Messages = Annotated[list[ChatMessage], Field(fail_fast=True)]
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[ChatMessage]
+    messages: Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -131,7 +174,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -175,28 +218,44 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def parse(model: type[Body], body: bytes) -> Body:
-    """The validated body. Raises InvalidRequestError naming the first field that is wrong."""
+def parse(model: type[Body], body: bytes, max_turns: int = MAX_TURNS) -> Body:
+    """The validated body. Raises InvalidRequestError naming the first field that is wrong.
+
+    `max_turns` bounds messages and their content parts together.
+    """
     try:
-        return model.model_validate_json(body)
+        value = pydantic_core.from_json(body)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    _check_turns(value.get("messages"), max_turns)
+    try:
+        return model.model_validate(value)
     except ValidationError as error:
-        raise _explain(error, model) from None
+        raise _explain(error) from None
 
 
-def _explain(error: ValidationError, model: type[BaseModel]) -> InvalidRequestError:
-    faults = error.errors(include_url=False, include_context=False)
+def _check_turns(messages: Any, most: int) -> None:
+    if not isinstance(messages, list):
+        return
+    count = len(messages)
+    if count <= most:
+        for message in messages:
+            content = message.get("content") if isinstance(message, dict) else None
+            count += len(content) if isinstance(content, list) else 0
+    if count > most:
+        raise InvalidRequestError(
+            f"messages has {count} messages and content parts; at most {most} are possible", param="messages"
+        )
+
+
+def _explain(error: ValidationError) -> InvalidRequestError:
+    faults = error.errors(include_url=False, include_context=False, include_input=False)
     same_field = [fault for fault in faults if fault["loc"][:1] == faults[0]["loc"][:1]]
     first = max(same_field, key=lambda fault: len(fault["loc"]))  # of a union, the member that came closest
-    if first["type"] == "json_invalid":
-        return InvalidRequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    if not first["loc"]:
-        return InvalidRequestError("the body must be a JSON object")
-    param = str(first["loc"][0])
-    path = ".".join(str(part) for part in first["loc"])[:200]
-    if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(path, list(model.model_fields), n=1)
-        hint = f"did you mean {close[0]}?" if close else "leave it out"
-        return InvalidRequestError(f"unknown field {path}; {hint}", param=param[:200])
+    param, *inner = (str(part) for part in first["loc"])
+    path = ".".join([param, *(part for part in inner if not _UNION_MEMBER.fullmatch(part))])[:200]
     if first["type"] == "missing":
         return InvalidRequestError(f"{path} is missing", param=param)
     reason = first["msg"][:1].lower() + first["msg"][1:]

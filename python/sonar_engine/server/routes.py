@@ -63,7 +63,7 @@ def generation_routes(state: ServerState) -> APIRouter:
 
     async def respond(request: Request, model: type[GenerationRequest], prepare: Prepare) -> Response:
         tokenizer = state.ready_tokenizer()
-        asked = parse(model, await read_body(request, state.config.max_body_bytes))
+        asked = parse(model, await read_body(request, state.config.max_body_bytes), state.config.max_messages)
         state.check_model(asked.model)
         reject_unsupported(asked)
         headers = _own_id(asked)
@@ -136,7 +136,8 @@ def text_routes(state: ServerState) -> APIRouter:
     @router.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         tokenizer = state.ready_tokenizer()
-        asked = parse(TokenizeRequest, await read_body(request, state.config.max_body_bytes))
+        body = await read_body(request, state.config.max_body_bytes)
+        asked = parse(TokenizeRequest, body, state.config.max_messages)
         state.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
