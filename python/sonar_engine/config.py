@@ -22,11 +22,16 @@ class LossyConfig(BaseModel):
 
 
 class SpeculativeConfig(BaseModel):
-    """How to draft. `none` proposes nothing; `ngram` looks the last tokens up in the sequence so far."""
+    """How to draft. `none` proposes nothing; `ngram` looks the last tokens up in the sequence so far; `draft_model`
+    runs a smaller model of the same vocabulary."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    method: Literal["none", "ngram"] = Field(default="none", description="How tokens are proposed")
+    method: Literal["none", "ngram", "draft_model"] = Field(default="none", description="How tokens are proposed")
+    model: str | None = Field(default=None, description="The draft model: known name, folder, .gguf file or hub id")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the draft model's weights and KV cache; auto: as for the target"
+    )
     num_speculative_tokens: int = Field(default=4, ge=1, le=32, description="Most drafts a step")
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
@@ -43,6 +48,10 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max ({self.prompt_lookup_max})"
             )
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError("method draft_model needs a model")
+        if self.method != "draft_model" and self.model is not None:
+            raise ValueError(f"method {self.method} has no model; method draft_model has one")
         return self
 
 

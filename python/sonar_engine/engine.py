@@ -12,7 +12,7 @@ import torch
 
 from sonar_engine._scheduler import Events, Scheduler
 from sonar_engine.drafters.base import Draft, Drafter, Verdict
-from sonar_engine.drafters.registry import DrafterContext, build_drafter
+from sonar_engine.drafters.registry import DrafterContext, drafter_method
 from sonar_engine.errors import EngineDeadError, InvalidRequestError
 from sonar_engine.events import LogprobColumns, StepEvents
 from sonar_engine.generation import Generation
@@ -49,9 +49,10 @@ class Engine:
         self._runner = runner
         self._scheduler = _build_scheduler(config, runner, info)
         self._buffers = StepBuffers((self._scheduler.slot(0), self._scheduler.slot(1)), runner.page_table)
-        self._drafter: Drafter = build_drafter(DrafterContext(config, self._scheduler, runner.device))
         self._sampling = SamplingState(config.max_num_seqs, info.vocab_size, runner.device, info.eos_token_ids)
         self._verifier = Verifier(self._sampling, runner.cpu_kernels, config.speculative)
+        context = DrafterContext(config, self._scheduler, runner, self._sampling)
+        self._drafter: Drafter = drafter_method(config).build(context)
         self._statistics = StepStatistics(config.speculative.num_speculative_tokens)
         self._params: dict[int, tuple[SamplingParams, int]] = {}  # request id -> parameters, its own seed
         self._seeds = np.random.default_rng(config.seed)
@@ -298,7 +299,8 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     resolved = resolve_model(config.model)
     ModelConfig.load(resolved.path)  # an unsupported model is named before its tokenizer is missed
     tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else resolved)
-    runner = ModelRunner.load(config, resolved, progress)
+    drafter_bytes = drafter_method(config).kv_bytes_per_token(config, resolved, tokenizer)
+    runner = ModelRunner.load(config, resolved, progress, drafter_bytes)
     from sonar_engine import __version__
 
     info = EngineInfo(

@@ -26,7 +26,7 @@ class KvCachePlan:
     page_size: int
     max_pages_per_seq: int
     reserved_len: int
-    bytes_per_token: int  # keys and values of all layers
+    bytes_per_token: int  # keys and values of all layers, those of the drafter included
 
     @property
     def num_bytes(self) -> int:
@@ -54,13 +54,16 @@ def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     return model.num_layers * 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
-def plan_kv_cache(engine: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype) -> KvCachePlan:
+def plan_kv_cache(
+    engine: EngineConfig, model: ModelConfig, max_model_len: int, dtype: torch.dtype, drafter_bytes_per_token: int = 0
+) -> KvCachePlan:
     """`kv_cache_tokens` pages when given, else as many as `max_num_seqs` full sequences need within `kv_cache_gib`.
 
-    Raises ConfigError when that cannot hold one sequence of `max_model_len`.
+    Every page has a place in the drafter's layers too. Raises ConfigError when the pages cannot hold one sequence of
+    `max_model_len`.
     """
     page_size = engine.page_size
-    per_token = bytes_per_token(model, dtype)
+    per_token = bytes_per_token(model, dtype) + drafter_bytes_per_token
     drafting = engine.speculative.method != "none"
     reserved_len = max_model_len + (engine.speculative.num_speculative_tokens + 2 if drafting else 0)
     pages_per_seq = -(-reserved_len // page_size)
@@ -87,17 +90,24 @@ def plan_kv_cache(engine: EngineConfig, model: ModelConfig, max_model_len: int, 
 def allocate_kv_cache(
     plan: KvCachePlan, model: ModelConfig, max_num_seqs: int, dtype: torch.dtype, device: torch.device
 ) -> KvCache:
+    """The layers of one model, and an empty page table."""
+    layers = allocate_layers(plan, model, dtype, device)
+    page_table = torch.zeros((max_num_seqs, plan.max_pages_per_seq), dtype=torch.int32, device=device)
+    return KvCache(plan, layers, page_table)
+
+
+def allocate_layers(
+    plan: KvCachePlan, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
     """Zeroed tensors. On a CPU memory becomes resident as it is written, a huge page at a time where there are any."""
     shape = (plan.num_pages, 2, plan.page_size, model.num_kv_heads, model.head_dim)
     try:
-        layers = [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
+        return [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
     except (torch.OutOfMemoryError, MemoryError):
         raise ConfigError(
             f"no memory for a KV cache of {plan.num_bytes / _GIB:.2f} GiB on {device}; lower kv_cache_gib, "
             "kv_cache_tokens, max_num_seqs or max_model_len"
         ) from None
-    page_table = torch.zeros((max_num_seqs, plan.max_pages_per_seq), dtype=torch.int32, device=device)
-    return KvCache(plan, layers, page_table)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -14,7 +14,8 @@ from sonar_engine.attention.select import AttentionBackend, select_attention
 from sonar_engine.config import EngineConfig
 from sonar_engine.drafters.base import Draft
 from sonar_engine.errors import ConfigError
-from sonar_engine.kv_cache import KvCache, allocate_kv_cache, plan_kv_cache
+from sonar_engine.kv_cache import KvCache, allocate_kv_cache, allocate_layers, plan_kv_cache
+from sonar_engine.layers.base import Ops
 from sonar_engine.layers.select import LinearBackend, cpu_kernels, num_threads, select_ops
 from sonar_engine.models.llama import LlamaForCausalLM
 from sonar_engine.models.model_config import ModelConfig
@@ -31,11 +32,23 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True)
+class _Place:
+    """What a model is loaded into."""
+
+    kv_cache: KvCache
+    ops: Ops
+    linear_backend: LinearBackend
+    dtype: torch.dtype
+    max_model_len: int  # tokens
+
+
+@dataclass(frozen=True)
 class ModelRunner:
     """A loaded model with its KV cache. T = tokens of a batch, H = hidden size, S = sampled rows, V = vocabulary."""
 
     config: ModelConfig
     model: LlamaForCausalLM
+    ops: Ops
     kv_cache: KvCache
     dtype: torch.dtype
     device: torch.device
@@ -47,34 +60,69 @@ class ModelRunner:
 
     @classmethod
     def load(
-        cls, engine_config: EngineConfig, resolved: ResolvedModel, progress: Progress | None = None
+        cls,
+        engine_config: EngineConfig,
+        resolved: ResolvedModel,
+        progress: Progress | None = None,
+        drafter_bytes_per_token: int = 0,
     ) -> ModelRunner:
         """Loads and warms up a folder or a .gguf file. `progress("weights", elements loaded, elements in all)`.
 
-        Sizes and backends are settled before any weight is read. Raises ConfigError for options that cannot work
-        with this model or machine, ModelLoadError for files that are damaged or not supported.
+        Sizes and backends are settled before any weight is read; `drafter_bytes_per_token` is what the drafter adds
+        to the KV cache. Raises ConfigError for options that cannot work with this model or machine, ModelLoadError
+        for files that are damaged or not supported.
         """
         torch.set_num_threads(num_threads(engine_config))
         device = choose_device(engine_config)
         config = ModelConfig.load(resolved.path)
         dtype = choose_dtype(engine_config, config)
         max_model_len = choose_max_model_len(engine_config, config)
-        plan = plan_kv_cache(engine_config, config, max_model_len, dtype)
+        plan = plan_kv_cache(engine_config, config, max_model_len, dtype, drafter_bytes_per_token)
         linear_backend, ops = select_ops(engine_config, device)
         kv_cache = allocate_kv_cache(plan, config, engine_config.max_num_seqs, dtype, device)
+        place = _Place(kv_cache, ops, linear_backend, dtype, max_model_len)
+        return cls._load_into(place, engine_config, resolved, config, progress)
+
+    def load_beside(
+        self, engine_config: EngineConfig, resolved: ResolvedModel, progress: Progress | None = None
+    ) -> ModelRunner:
+        """Loads a second model over the pages, the page table and the operations of this one.
+
+        Its layers of the KV cache are its own, with the same page ids; the plan must have counted them. As `load`
+        for the rest. Not while requests run: the warm-up writes to their pages.
+        """
+        config = ModelConfig.load(resolved.path)
+        dtype = choose_dtype(engine_config, config)
+        layers = allocate_layers(self.kv_cache.plan, config, dtype, self.device)
+        kv_cache = KvCache(self.kv_cache.plan, layers, self.page_table)
+        place = _Place(kv_cache, self.ops, self.linear_backend, dtype, self.max_model_len)
+        return self._load_into(place, engine_config, resolved, config, progress)
+
+    @classmethod
+    def _load_into(
+        cls,
+        place: _Place,
+        engine_config: EngineConfig,
+        resolved: ResolvedModel,
+        config: ModelConfig,
+        progress: Progress | None,
+    ) -> ModelRunner:
+        kv_cache, ops = place.kv_cache, place.ops
+        device = kv_cache.page_table.device
         attention_backend, attention = select_attention(engine_config, config, kv_cache, ops)
         on_weights = None if progress is None else partial(progress, "weights")
-        weights = load_weights(resolved.path, config, dtype, device, on_weights)
+        weights = load_weights(resolved.path, config, place.dtype, device, on_weights)
         weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-        model = LlamaForCausalLM(config, weights, ops, attention, max_positions=plan.reserved_len)
+        model = LlamaForCausalLM(config, weights, ops, attention, max_positions=kv_cache.plan.reserved_len)
         runner = cls(
             config=config,
             model=model,
+            ops=ops,
             kv_cache=kv_cache,
-            dtype=dtype,
+            dtype=place.dtype,
             device=device,
-            max_model_len=max_model_len,
-            linear_backend=linear_backend,
+            max_model_len=place.max_model_len,
+            linear_backend=place.linear_backend,
             attention_backend=attention_backend,
             cpu_kernels=cpu_kernels(ops),
             weight_bytes=weight_bytes,

@@ -14,6 +14,7 @@ from sonar_engine.step_buffers import BatchMetadata
 if TYPE_CHECKING:
     from sonar_engine._scheduler import Scheduler
     from sonar_engine.config import SpeculativeConfig
+    from sonar_engine.drafters.registry import DrafterContext
 
 
 class NgramDrafter:
@@ -35,6 +36,11 @@ class NgramDrafter:
         self._device = device
         self._tokens = np.zeros((max_num_seqs, config.num_speculative_tokens), np.int32)  # by slot
         self._lens = np.zeros(max_num_seqs, np.int32)  # by slot
+
+    @classmethod
+    def build(cls, context: DrafterContext) -> NgramDrafter:
+        config = context.config
+        return cls(context.scheduler, config.speculative, config.max_num_seqs, context.runner.device)
 
     def draft_lens(self) -> np.ndarray | None:
         config = self._config

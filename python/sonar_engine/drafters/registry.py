@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from sonar_engine.drafters.base import Drafter
+from sonar_engine.drafters.draft_model import DraftModelDrafter
+from sonar_engine.drafters.draft_source import draft_kv_bytes_per_token
 from sonar_engine.drafters.ngram import NgramDrafter
 from sonar_engine.drafters.plain import PlainDrafter
 from sonar_engine.errors import ConfigError
@@ -16,6 +16,10 @@ from sonar_engine.errors import ConfigError
 if TYPE_CHECKING:
     from sonar_engine._scheduler import Scheduler
     from sonar_engine.config import EngineConfig
+    from sonar_engine.model_runner import ModelRunner
+    from sonar_engine.models.registry import ResolvedModel
+    from sonar_engine.sampling.state import SamplingState
+    from sonar_engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -24,20 +28,36 @@ class DrafterContext:
 
     config: EngineConfig
     scheduler: Scheduler
-    device: torch.device
+    runner: ModelRunner  # of the target
+    sampling: SamplingState
 
 
-DRAFTERS: dict[str, Callable[[DrafterContext], Drafter]] = {
-    "none": lambda context: PlainDrafter(),
-    "ngram": lambda context: NgramDrafter(
-        context.scheduler, context.config.speculative, context.config.max_num_seqs, context.device
-    ),
+def no_kv(config: EngineConfig, target: ResolvedModel, tokenizer: Tokenizer) -> int:
+    """The drafter has no KV cache."""
+    return 0
+
+
+@dataclass(frozen=True)
+class DrafterMethod:
+    """How a method's drafter is built, and the bytes a token that it adds to the KV cache.
+
+    The bytes are asked for before any weight is read: what cannot work with the target is to be refused there.
+    """
+
+    build: Callable[[DrafterContext], Drafter]
+    kv_bytes_per_token: Callable[[EngineConfig, ResolvedModel, Tokenizer], int] = no_kv
+
+
+DRAFTERS: dict[str, DrafterMethod] = {
+    "none": DrafterMethod(lambda context: PlainDrafter()),
+    "ngram": DrafterMethod(NgramDrafter.build),
+    "draft_model": DrafterMethod(DraftModelDrafter.build, draft_kv_bytes_per_token),
 }
 
 
-def build_drafter(context: DrafterContext) -> Drafter:
+def drafter_method(config: EngineConfig) -> DrafterMethod:
     """Raises ConfigError for a method that is not registered."""
-    method = context.config.speculative.method
+    method = config.speculative.method
     if method not in DRAFTERS:
         raise ConfigError(f"speculative method {method!r} is unknown; known: {', '.join(sorted(DRAFTERS))}")
-    return DRAFTERS[method](context)
+    return DRAFTERS[method]

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from sonar_kernels import gumbel_argmax
 
 from sonar_engine._scheduler import CpuKernels
-from sonar_engine.sampling.state import SAMPLED, SampleRows
+from sonar_engine.sampling.coins import Seeds
+from sonar_engine.sampling.state import SAMPLED
+
+
+class DrawnRows(Protocol):
+    """What a draw reads of S rows."""
+
+    @property
+    def all_uses(self) -> int:
+        """The rows' bits of `SamplingState.uses`, together."""
+        ...
+
+    @property
+    def inv_temperature(self) -> torch.Tensor:
+        """fp32 [S], 0 = greedy."""
+        ...
+
+    @property
+    def seeds(self) -> Seeds:
+        """[S] each."""
+        ...
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int32 [S], output positions."""
+        ...
 
 
 class Sampler:
@@ -20,7 +47,7 @@ class Sampler:
         on_cpu = device.type == "cpu"
         self._cpu_kernels = (kernels or CpuKernels(torch.get_num_threads())) if on_cpu else None
 
-    def sample(self, logits: torch.Tensor, rows: SampleRows) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, rows: DrawnRows) -> torch.Tensor:
         """Processed logits fp32 [S, V] -> int32 [S]: argmax if greedy, else a draw from softmax(logits / temperature).
 
         The lowest id wins ties.

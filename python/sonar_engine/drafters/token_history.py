@@ -1,0 +1,35 @@
+"""The tokens of every running request, by slot, on the device: what a drafter reads when it runs on its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sonar_engine.drafters.base import Verdict
+from sonar_engine.step_buffers import BatchMetadata
+
+
+class TokenHistory:
+    """`tokens` int32 [max_num_seqs, most positions of a sequence]. A row is valid up to its sequence's length.
+
+    Beyond it lies junk of earlier tenants and rejected drafts, always ids that a model can embed.
+    """
+
+    def __init__(self, max_num_seqs: int, num_positions: int, device: torch.device) -> None:
+        """`num_positions` covers the longest sequence and one verdict beyond it."""
+        self.tokens = torch.zeros((max_num_seqs, num_positions), dtype=torch.int32, device=device)
+
+    def admit(self, slot: int, tokens: np.ndarray) -> None:
+        """A request with these prompt and output tokens entered `slot`."""
+        self.tokens[slot, : len(tokens)] = torch.from_numpy(np.ascontiguousarray(tokens)).to(self.tokens.device)
+
+    def append(self, batch: BatchMetadata, verdict: Verdict) -> None:
+        """Writes what the rows of `batch` emitted behind the tokens known when it was planned."""
+        samples = np.diff(batch.host["sample_indptr"]) > 0  # other rows still have prompt tokens there
+        rows: slice | torch.Tensor = slice(None)
+        if not samples.all():
+            rows = torch.from_numpy(np.flatnonzero(samples)).to(self.tokens.device)
+        known = (batch.kv_len - batch.num_draft_tokens)[rows]
+        emitted = verdict.tokens[rows]
+        positions = known[:, None] + torch.arange(emitted.shape[1], device=self.tokens.device)
+        self.tokens[batch.slots[rows][:, None], positions] = emitted.clamp(min=0)
