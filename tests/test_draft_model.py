@@ -104,7 +104,8 @@ def test_a_perfect_draft_is_always_accepted(
             assert_all_accepted(engine.generate(prompts, params))
     stats = engine.stats()
     assert ("few pages" in event) == (stats.num_preemptions > 0)
-    assert (stats.prefix_hits > 0) == ("prefix cache" not in event)
+    if "few pages" not in event:
+        assert (stats.prefix_hits > 0) == (event != "no prefix cache")
 
 
 def test_a_perfect_draft_gives_k_plus_one_tokens_a_step(build_tiny: BuildEngine, tiny_folder: Path) -> None:
@@ -124,7 +125,7 @@ def test_unseeded_samples_of_a_perfect_draft_are_accepted(build_tiny: BuildEngin
     for _ in range(4):
         engine.generate(prompts, each)
     stats = engine.stats()
-    assert stats.num_draft_tokens > 2500
+    assert stats.num_draft_tokens > 2000
     assert stats.num_accepted_tokens >= 0.999 * stats.num_draft_tokens
 
 
@@ -243,20 +244,23 @@ def plain_results() -> dict[str, list[Completion]]:
     return {}
 
 
-@pytest.mark.parametrize("draft", ["near", "other"])
-@pytest.mark.parametrize("options", [{}, {"kv_cache_tokens": 300, "max_num_batched_tokens": 29}], ids=["calm", "tight"])
+@pytest.fixture(params=["near", "other"])
+def draft_folder(request: pytest.FixtureRequest, near_folder: Path, other_folder: Path) -> Path:
+    return near_folder if request.param == "near" else other_folder
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_tokens": 280, "max_num_batched_tokens": 29}], ids=["calm", "tight"])
 def test_a_draft_model_changes_no_token_no_text_and_no_logprob(
     build_tiny: BuildEngine,
     near_folder: Path,
-    other_folder: Path,
+    draft_folder: Path,
     plain_results: dict[str, list[Completion]],
-    draft: str,
     options: dict[str, Any],
 ) -> None:
-    engine = build_tiny(speculative=drafting(near_folder if draft == "near" else other_folder), **options)
-    prompts = make_prompts(10)
+    engine = build_tiny(speculative=drafting(draft_folder), **options)
+    prompts = make_prompts(8, longest=40)
     for name, setting in SETTINGS.items():
-        params = SamplingParams(**{"max_tokens": 40, "ignore_eos": True, "logprobs": 3, **setting})
+        params = SamplingParams(**{"max_tokens": 30, "ignore_eos": True, "logprobs": 3, **setting})
         if name not in plain_results:
             plain = build_tiny()
             plain_results[name] = [plain.generate([prompt], params)[0] for prompt in prompts]
@@ -271,7 +275,8 @@ def test_a_draft_model_changes_no_token_no_text_and_no_logprob(
                 assert given == pytest.approx([entry.logprob for entry in one.logprobs], abs=1e-5)
     stats = engine.stats()
     assert stats.num_draft_tokens > 0
-    if draft == "near":
+    assert (stats.num_preemptions > 0) == bool(options)
+    if draft_folder == near_folder:
         assert 0.2 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95
 
 

@@ -62,7 +62,7 @@ class DraftModelDrafter:
         self._vocab_size = vocab_size
         self._lens = np.full(max_num_seqs, k, np.int32)
         self._speculates = np.zeros(max_num_seqs, np.bool_)
-        self._history = TokenHistory(max_num_seqs, plan.reserved_len, device)
+        self._history = TokenHistory(max_num_seqs, plan.reserved_len, runner.vocab_size, device)
         self._cursors = DraftCursors(max_num_seqs, plan.max_pages_per_seq, plan.num_pages, plan.page_size)
         self._carried = torch.zeros((max_num_seqs, vocab_size), dtype=torch.float32, device=device)  # logits
         self._ingested: _Ingested | None = None
@@ -204,7 +204,8 @@ class DraftModelDrafter:
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 [N, V]: the padding of both heads may differ, the tokens do not."""
         logits = self._runner.model.logits(hidden)
-        return F.pad(logits, (0, self._vocab_size - logits.shape[1]), value=-torch.inf)
+        missing = self._vocab_size - logits.shape[1]
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
 def _slots(batch: BatchMetadata) -> np.ndarray:

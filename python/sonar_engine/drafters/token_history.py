@@ -12,16 +12,18 @@ from sonar_engine.step_buffers import BatchMetadata
 class TokenHistory:
     """`tokens` int32 [max_num_seqs, most positions of a sequence]. A row is valid up to its sequence's length.
 
-    Beyond it lies junk of earlier tenants and rejected drafts, always ids that a model can embed.
+    Beyond it lies junk of earlier tenants and rejected drafts. Every id is below `vocab_size`, so that the drafter can
+    embed it: ids in the padding of a wider target, which stand for nothing, become the last one.
     """
 
-    def __init__(self, max_num_seqs: int, num_positions: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, num_positions: int, vocab_size: int, device: torch.device) -> None:
         """`num_positions` covers the longest sequence and one verdict beyond it."""
+        self._last_id = vocab_size - 1
         self.tokens = torch.zeros((max_num_seqs, num_positions), dtype=torch.int32, device=device)
 
     def admit(self, slot: int, tokens: np.ndarray) -> None:
         """A request with these prompt and output tokens entered `slot`."""
-        self.tokens[slot, : len(tokens)] = torch.from_numpy(np.ascontiguousarray(tokens)).to(self.tokens.device)
+        self.tokens[slot, : len(tokens)] = torch.from_numpy(np.minimum(tokens, self._last_id)).to(self.tokens.device)
 
     def append(self, batch: BatchMetadata, verdict: Verdict) -> None:
         """Writes what the rows of `batch` emitted behind the tokens known when it was planned."""
@@ -32,4 +34,4 @@ class TokenHistory:
         known = (batch.kv_len - batch.num_draft_tokens)[rows]
         emitted = verdict.tokens[rows]
         positions = known[:, None] + torch.arange(emitted.shape[1], device=self.tokens.device)
-        self.tokens[batch.slots[rows][:, None], positions] = emitted.clamp(min=0)
+        self.tokens[batch.slots[rows][:, None], positions] = emitted.clamp(0, self._last_id)
