@@ -260,7 +260,7 @@ def test_a_draft_model_changes_no_token_no_text_and_no_logprob(
     engine = build_tiny(speculative=drafting(draft_folder), **options)
     prompts = make_prompts(8, longest=40)
     for name, setting in SETTINGS.items():
-        params = SamplingParams(**{"max_tokens": 30, "ignore_eos": True, "logprobs": 3, **setting})
+        params = SamplingParams(**{"max_tokens": 20, "ignore_eos": True, "logprobs": 3, **setting})
         if name not in plain_results:
             plain = build_tiny()
             plain_results[name] = [plain.generate([prompt], params)[0] for prompt in prompts]

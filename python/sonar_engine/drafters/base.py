@@ -66,13 +66,23 @@ class Drafter(Protocol):
         ...
 
     def propose(self, batch: BatchMetadata) -> Draft | None:
-        """Drafts for the decode rows of `batch`, at least `batch.num_draft_tokens` each; None when there are none."""
+        """Drafts for the decode rows of `batch`, at least `batch.num_draft_tokens` each; None when there are none.
+
+        Called every step: the place to take note of admissions and new pages.
+        """
         ...
 
     def ingest(self, batch: BatchMetadata, hidden: torch.Tensor, verdict: Verdict) -> None:
-        """The target has run: hidden [T, H] its final hidden states (post-norm), `verdict` what was accepted."""
+        """The target has run: hidden [T, H] its final hidden states (post-norm), `verdict` what was accepted.
+
+        Called every step that is not reverted. Whether the step will be committed is not known yet: a drafter that
+        remembers lengths must bear to see the same rows again.
+        """
         ...
 
     def admit(self, slot: int, request_id: int, speculate: int) -> None:
-        """A request entered `slot` (again, after a preemption); `speculate` caps its drafts, 0 = none."""
+        """A request entered `slot` (again, after a preemption); `speculate` caps its drafts, 0 = none.
+
+        Before `propose` of the step in which it first runs; `batch.num_computed_tokens` tells its prefix hit there.
+        """
         ...
