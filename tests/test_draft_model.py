@@ -13,14 +13,17 @@ from conftest import BuildEngine
 from safetensors.torch import load_file, save_file
 from sonar_engine.config import EngineConfig, SpeculativeConfig
 from sonar_engine.drafters.draft_model import DraftModelDrafter
+from sonar_engine.drafters.draft_sampler import DraftSampler
 from sonar_engine.drafters.draft_source import vocabulary_difference
 from sonar_engine.engine import Engine
 from sonar_engine.errors import ConfigError
 from sonar_engine.kv_cache import bytes_per_token
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.registry import resolve_model
+from sonar_engine.sampling.state import SamplingState
 from sonar_engine.tokenizer import load_tokenizer
 from sonar_engine.types import Completion, SamplingParams
+from sonar_kernels import gumbel_argmax
 from test_engine import SETTINGS, ids, make_prompts
 from tiny_models import make_tiny, make_tokenizer
 
@@ -163,6 +166,17 @@ def test_pages_of_requests_that_do_not_speculate_are_caught_up_before_drafting(
     assert all(completion.metrics.speculation.num_draft_tokens == 0 for completion in completions[1::2])
 
 
+def test_a_page_that_is_handed_out_again_is_no_longer_the_drafts(build_tiny: BuildEngine, tiny_folder: Path) -> None:
+    engine = build_tiny(speculative=drafting(tiny_folder), kv_cache_tokens=280)
+    first, second = ([3 + index] * 200 for index in range(2))
+    assert_all_accepted(engine.generate([first], GREEDY))  # fills nearly every page with the draft's entries
+    off = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, speculative_enabled=False)
+    engine.generate([second], off)  # takes those pages for other content, which the draft does not see
+    hits = engine.stats().prefix_hits
+    assert_all_accepted(engine.generate([second], GREEDY))
+    assert engine.stats().prefix_hits - hits > 150
+
+
 @pytest.mark.parametrize("period", [2, 5, 9])
 def test_draft_lengths_of_three_then_none_then_three_leave_the_draft_caught_up(
     build_tiny: BuildEngine, tiny_folder: Path, period: int
@@ -286,6 +300,34 @@ def test_a_seeded_draft_shares_the_targets_noise(build_tiny: BuildEngine, near_f
     drafted = sum(completion.metrics.speculation.num_draft_tokens for completion in completions)
     accepted = sum(completion.metrics.speculation.num_accepted_draft_tokens for completion in completions)
     assert accepted / drafted > 0.4
+
+
+def test_unseeded_drafts_draw_fresh_coins_in_every_step() -> None:
+    state = SamplingState(1, 64, "cpu", ())
+    params = SamplingParams(temperature=1.0)
+    state.admit(0, params, np.zeros(0, np.int64), np.zeros(0, np.int64), params_seed=5)
+    sampler, logits, slots = DraftSampler(state, K), torch.zeros(1, 64), np.zeros(1, np.int64)
+    drawn = [int(sampler.choose(logits, slots, np.array([at]), step)) for at in range(50) for step in range(K)]
+    # The draft for output position p of a step that begins at `at`, once for every `at` that reaches p.
+    same_position = [{drawn[at * K + p - at] for at in range(p - K + 1, p + 1)} for p in range(K, 50)]
+    assert sum(len(tokens) > 1 for tokens in same_position) > 40
+    assert np.bincount(drawn, minlength=64).max() < 15
+
+
+def test_a_seeded_draft_equals_a_seeded_target_of_the_same_logits() -> None:
+    state = SamplingState(2, 64, "cpu", ())
+    for slot, params in enumerate((SamplingParams(temperature=0.9, seed=5), SamplingParams(temperature=0.9))):
+        state.admit(slot, params, np.zeros(0, np.int64), np.zeros(0, np.int64), params_seed=5)
+    logits = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).repeat(200, 1)
+    sampler, positions = DraftSampler(state, K), np.arange(200)
+    inv_temperature, seed_lo, seed_hi = (
+        values[:1].expand(200) for values in (state.inv_temperature, state.seed_lo, state.seed_hi)
+    )
+    targets = gumbel_argmax(logits, inv_temperature, seed_lo, seed_hi, torch.from_numpy(positions).int())
+    seeded = sampler.choose(logits, np.zeros(200, np.int64), positions - 2, 2)
+    unseeded = sampler.choose(logits, np.ones(200, np.int64), positions - 2, 2)
+    assert torch.equal(seeded, targets)
+    assert (unseeded == targets).float().mean() < 0.5
 
 
 def test_unseeded_requests_in_a_crowd_of_seeded_and_greedy_ones_leave_those_alone(

@@ -75,7 +75,8 @@ class DraftModelDrafter:
         """Loads the draft beside the target. Raises ConfigError or ModelLoadError."""
         draft, target = find_draft(context.config), context.runner
         runner = target.load_beside(draft.engine_config, draft.resolved)
-        sampler = DraftSampler(context.sampling, target.cpu_kernels)
+        k = context.config.speculative.num_speculative_tokens
+        sampler = DraftSampler(context.sampling, k, target.cpu_kernels)
         return cls(runner, sampler, context.scheduler, context.config, target.vocab_size)
 
     @property
@@ -163,7 +164,7 @@ class DraftModelDrafter:
             else:
                 spans = Spans(slots[active], known[active] + step - 1, known[active] + step)
                 logits = self._logits(self._forward(spans, tokens[index, step - 1]))
-            tokens[index, step] = self._sampler.choose(logits, slots[active], host["output_pos"][active] + step)
+            tokens[index, step] = self._sampler.choose(logits, slots[active], host["output_pos"][active], step)
             if probs is not None:
                 probs[index, step] = self._sampler.probs(logits, slots[active])
         return Draft(tokens, probs)

@@ -20,7 +20,7 @@ class _Rows:
     all_uses: int
     inv_temperature: torch.Tensor  # fp32 [N], 0 = greedy
     seeds: Seeds
-    positions: torch.Tensor  # int32 [N], output positions
+    positions: torch.Tensor  # int32 [N], what a coin is drawn for
 
 
 class DraftSampler:
@@ -28,20 +28,27 @@ class DraftSampler:
 
     A seeded request's target token is a function of its noise, so its draft takes the same noise: two models of
     similar distributions then mostly agree (Gumbel coupling, Daliri et al. 2025, arXiv 2408.07978). Other requests
-    draw with coins of their own, independent of those that verification uses.
+    draw with coins of their own, independent of those that verification uses, and fresh in every step: whether a block
+    is accepted may depend on all its drafts, so a later draft at the same position must not see a coin again.
     """
 
-    def __init__(self, state: SamplingState, kernels: CpuKernels | None) -> None:
+    def __init__(self, state: SamplingState, num_drafts: int, kernels: CpuKernels | None = None) -> None:
+        """`num_drafts` is the most drafts of a step; `kernels` as for `Sampler`."""
         self._state = state
+        self._num_drafts = num_drafts
         self._sampler = Sampler(state.device, kernels)
 
     def draws(self, slots: np.ndarray) -> bool:
         """Whether verification needs the drafts' probabilities for any of these slots."""
         return bool(((self._state.uses[slots] & (SAMPLED | SEEDED)) == SAMPLED).any())
 
-    def choose(self, logits: torch.Tensor, slots: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """logits fp32 [N, V] of the rows of `slots` int [N], output positions int [N] -> tokens int32 [N]."""
+    def choose(self, logits: torch.Tensor, slots: np.ndarray, output_pos: np.ndarray, step: int) -> torch.Tensor:
+        """logits fp32 [N, V] of the rows of `slots` int [N] -> each row's draft number `step`, int32 [N].
+
+        output_pos int [N] is the output position of draft 0; it grows from step to step of a request.
+        """
         state, uses = self._state, self._state.uses[slots]
+        positions = np.where(uses & SEEDED, output_pos + step, output_pos.astype(np.int64) * self._num_drafts + step)
         index = torch.from_numpy(slots).to(state.device)
         purpose = torch.from_numpy(np.where(uses & SEEDED, 0, DRAFT).astype(np.int32)).to(state.device)
         rows = _Rows(
