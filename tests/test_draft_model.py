@@ -304,7 +304,7 @@ def test_unseeded_drafts_draw_fresh_coins_in_every_step() -> None:
     state = SamplingState(1, 64, "cpu", ())
     params = SamplingParams(temperature=1.0)
     state.admit(0, params, np.zeros(0, np.int64), np.zeros(0, np.int64), params_seed=5)
-    sampler, logits, slots = DraftSampler(state, K), torch.zeros(1, 64), np.zeros(1, np.int64)
+    sampler, logits, slots = DraftSampler(state), torch.zeros(1, 64), np.zeros(1, np.int64)
     drawn = [int(sampler.choose(logits, slots, np.array([at]), step)) for at in range(50) for step in range(K)]
     # The draft for output position p of a step that begins at `at`, once for every `at` that reaches p.
     same_position = [{drawn[at * K + p - at] for at in range(p - K + 1, p + 1)} for p in range(K, 50)]
@@ -317,7 +317,7 @@ def test_a_seeded_draft_equals_a_seeded_target_of_the_same_logits() -> None:
     for slot, params in enumerate((SamplingParams(temperature=0.9, seed=5), SamplingParams(temperature=0.9))):
         state.admit(slot, params, np.zeros(0, np.int64), np.zeros(0, np.int64), params_seed=5)
     logits = torch.randn(1, 64, generator=torch.Generator().manual_seed(0)).repeat(200, 1)
-    sampler, positions = DraftSampler(state, K), np.arange(200)
+    sampler, positions = DraftSampler(state), np.arange(200)
     inv_temperature, seed_lo, seed_hi = (
         values[:1].expand(200) for values in (state.inv_temperature, state.seed_lo, state.seed_hi)
     )

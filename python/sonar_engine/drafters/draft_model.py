@@ -75,8 +75,7 @@ class DraftModelDrafter:
         """Loads the draft beside the target. Raises ConfigError or ModelLoadError."""
         draft, target = find_draft(context.config), context.runner
         runner = target.load_beside(draft.engine_config, draft.resolved)
-        k = context.config.speculative.num_speculative_tokens
-        sampler = DraftSampler(context.sampling, k, target.cpu_kernels)
+        sampler = DraftSampler(context.sampling, target.cpu_kernels)
         return cls(runner, sampler, context.scheduler, context.config, target.vocab_size)
 
     @property

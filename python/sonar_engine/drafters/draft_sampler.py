@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from sonar_engine._scheduler import CpuKernels
-from sonar_engine.sampling.coins import DRAFT, Seeds
+from sonar_engine.sampling.coins import Seeds, draft_seeds
 from sonar_engine.sampling.sampler import Sampler
 from sonar_engine.sampling.state import SAMPLED, SEEDED, SamplingState
 
@@ -32,10 +32,9 @@ class DraftSampler:
     is accepted may depend on all its drafts, so a later draft at the same position must not see a coin again.
     """
 
-    def __init__(self, state: SamplingState, num_drafts: int, kernels: CpuKernels | None = None) -> None:
-        """`num_drafts` is the most drafts of a step; `kernels` as for `Sampler`."""
+    def __init__(self, state: SamplingState, kernels: CpuKernels | None = None) -> None:
+        """`kernels` as for `Sampler`."""
         self._state = state
-        self._num_drafts = num_drafts
         self._sampler = Sampler(state.device, kernels)
 
     def draws(self, slots: np.ndarray) -> bool:
@@ -47,17 +46,16 @@ class DraftSampler:
 
         output_pos int [N] is the output position of draft 0; it grows from step to step of a request.
         """
-        state, uses = self._state, self._state.uses[slots]
-        positions = np.where(uses & SEEDED, output_pos + step, output_pos.astype(np.int64) * self._num_drafts + step)
+        state = self._state
         index = torch.from_numpy(slots).to(state.device)
-        purpose = torch.from_numpy(np.where(uses & SEEDED, 0, DRAFT).astype(np.int32)).to(state.device)
-        rows = _Rows(
-            all_uses=int(np.bitwise_or.reduce(uses, initial=0)),
-            inv_temperature=state.inv_temperature[index],
-            seeds=Seeds(state.seed_lo[index], state.seed_hi[index] ^ purpose),
-            positions=torch.from_numpy(positions.astype(np.int32)).to(state.device),
-        )
-        return self._sampler.sample(logits, rows)
+        uses = state.uses[slots]
+        is_seeded = (uses & SEEDED) > 0
+        positions = torch.from_numpy((output_pos + step * is_seeded).astype(np.int32)).to(state.device)
+        own = Seeds(state.seed_lo[index], state.seed_hi[index])
+        fresh, coupled = draft_seeds(own, step), torch.from_numpy(is_seeded).to(state.device)
+        seeds = Seeds(torch.where(coupled, own.lo, fresh.lo), torch.where(coupled, own.hi, fresh.hi))
+        all_uses = int(np.bitwise_or.reduce(uses, initial=0))
+        return self._sampler.sample(logits, _Rows(all_uses, state.inv_temperature[index], seeds, positions))
 
     def probs(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """The distribution that `choose` draws from, fp32 [N, V]; meaningless in rows of greedy requests."""
