@@ -104,6 +104,7 @@ BAD = [
     (chat(chat_template_kwargs=[1]), "chat_template_kwargs"),
     (chat(max_tokens=None, max_completion_tokens=0), "max_completion_tokens"),
     (chat(bad_words=["several tokens"]), "bad_words"),
+    (chat(bad_words=["x" * 257]), "bad_words"),
     (chat(reasoning_effort="high"), "reasoning_effort"),
 ]
 

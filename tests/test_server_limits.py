@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 
 import pytest
@@ -13,6 +14,8 @@ from sonar_engine.errors import InvalidRequestError
 from sonar_engine.server import completions
 from sonar_engine.server.config import ServerConfig
 from sonar_engine.server.protocol import ChatRequest, CompletionRequest, parse
+from sonar_engine.testing.byte_tokenizer import byte_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 AT_ONCE = 1.0  # seconds, on a busy machine; what is measured here took several
 
@@ -81,6 +84,97 @@ async def test_the_longest_of_several_prompts_decides_whether_they_fit():
     async with serving(max_model_len=64) as served:
         response = await served.post(COMPLETIONS, prompt=["a", "x" * 63, "b"], max_tokens=2)
     assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def unused(*args: object, **kwargs: object) -> list[int]:
+    raise AssertionError("the text was tokenised")
+
+
+async def test_a_text_that_cannot_fit_the_context_is_refused_untokenised(monkeypatch):
+    async with serving(max_model_len=64) as served:
+        longest = served.state.tokenizer.max_token_chars
+        monkeypatch.setattr(served.state.tokenizer, "encode", unused)
+        text = "x" * (64 * longest + 1)
+        for path in (COMPLETIONS, "/tokenize"):
+            response = await served.post(path, prompt=text)
+            error = response.json()["error"]
+            assert response.status_code == 400 and error["code"] == "context_length_exceeded"
+            assert error["param"] == "prompt" and "at least 65 tokens" in error["message"]
+        ids = await served.post(COMPLETIONS, prompt=[7] * 65)
+        several = await served.post(COMPLETIONS, prompt=["a", text])
+    for response in (ids, several):
+        assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_quick_way_to_tokenise_gives_the_ids_of_the_plain_one(special):
+    tokenizer = byte_tokenizer()
+    tokenizer.raw.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+    texts = ["", "a", " b\n", "caf\u00e9 \U0001f600", *(f"x{token}y" for token in tokenizer.special_tokens.values())]
+    for text in texts:
+        expected = tokenizer.raw.encode(text, add_special_tokens=special).ids
+        assert tokenizer.encode(text, add_special_tokens=special) == expected
+        assert (expected[:1] == [1]) is special
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised():
+    tokenizer, done, pauses = byte_tokenizer(), threading.Event(), []
+
+    def watch() -> None:
+        last = time.monotonic()
+        while not done.is_set():
+            time.sleep(0.001)
+            now = time.monotonic()
+            pauses.append(now - last)
+            last = now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    began = time.monotonic()
+    tokenizer.encode("hello world " * 100_000)
+    took = time.monotonic() - began
+    done.set()
+    watcher.join()
+    assert max(pauses) < took / 2
+
+
+async def test_a_text_to_be_truncated_may_be_longer_than_the_context():
+    async with serving(max_model_len=64) as served:
+        length = 64 * served.state.tokenizer.max_token_chars + 1
+        for prompt in ("x" * length, [7] * 1000):
+            response = await served.post(COMPLETIONS, prompt=prompt, truncate_prompt_tokens=10, max_tokens=1)
+            assert response.status_code == 200 and response.json()["usage"]["prompt_tokens"] == 10
+
+
+async def test_texts_beyond_the_character_limit_are_400_untokenised(monkeypatch):
+    async with serving(server=ServerConfig(max_prompt_chars=100)) as served:
+        assert (await served.post(COMPLETIONS, prompt="x" * 100, max_tokens=1)).status_code == 200
+        monkeypatch.setattr(served.state.tokenizer, "encode", unused)
+        for path, field, value in (
+            (COMPLETIONS, "prompt", "x" * 101),
+            ("/tokenize", "prompt", "x" * 101),
+            (CHAT, "messages", [{"role": "user", "content": "x" * 101}]),
+            ("/tokenize", "messages", [{"role": "user", "content": "x" * 101}]),
+        ):
+            response = await served.post(path, **{field: value})
+            assert response.status_code == 400 and response.json()["error"]["param"] == field
+
+
+async def test_many_empty_messages_are_rendered_off_the_event_loop(monkeypatch):
+    threads = []
+    async with serving(max_model_len=1 << 16) as served:
+        real = served.state.tokenizer.apply_chat_template
+
+        def watched(*args: object, **kwargs: object) -> list[int]:
+            threads.append(threading.current_thread())
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(served.state.tokenizer, "apply_chat_template", watched)
+        assert (await served.post("/tokenize", messages=HELLO)).status_code == 200
+        assert (await served.post("/tokenize", messages=[{"role": "user", "content": ""}] * 1000)).status_code == 200
+        kwargs = {"padding": ["x"] * 100}
+        assert (await served.post("/tokenize", messages=HELLO, chat_template_kwargs=kwargs)).status_code == 200
+    assert [thread is threading.current_thread() for thread in threads] == [True, False, False]
 
 
 @pytest.mark.parametrize(

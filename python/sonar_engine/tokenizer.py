@@ -55,6 +55,14 @@ class Tokenizer:
         """Ids that `skip_special_tokens` leaves out of text."""
         return frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
 
+    @cached_property
+    def max_token_chars(self) -> int | None:
+        """The most characters of a text that one token stands for; None where the vocabulary does not tell."""
+        swallows_space = any(token.lstrip or token.rstrip for token in self.raw.get_added_tokens_decoder().values())
+        if not self._byte_level or self.raw.normalizer is not None or swallows_space:
+            return None
+        return max(map(len, self.raw.get_vocab(with_added_tokens=True)), default=None)
+
     @property
     def bos_token_id(self) -> int | None:
         return self.raw.token_to_id(self.special_tokens["bos_token"]) if "bos_token" in self.special_tokens else None
@@ -66,7 +74,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with `add_special_tokens` also what the model puts around a text (a BOS, for some)."""
         try:
-            return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+            # As `encode`, without offsets; and a batch, even of one, lets other threads run.
+            return self.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except (TypeError, UnicodeEncodeError):
             raise InvalidRequestError("text must be valid Unicode without lone surrogates", "prompt") from None
 

@@ -21,7 +21,8 @@ async def prepare_chat(request: ChatRequest, state: ServerState, tokenizer: Toke
     """An answer whose generation is ready to be opened. Raises InvalidRequestError naming what cannot be served."""
     n = num_choices(request, state.config.max_n)
     params = base_params(request, state.default_sampling, state.config, tokenizer)
-    prompt = truncated(await chat_prompt(request, tokenizer), request.truncate_prompt_tokens, state.info)
+    prompt = await chat_prompt(request, tokenizer, state.config.max_prompt_chars)
+    prompt = truncated(prompt, request.truncate_prompt_tokens, state.info)
     max_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     params = validated(params, state.info, len(prompt), max_field)
     choices = [Choice(index, prompt, for_choice(params, index), tokenizer) for index in range(n)]

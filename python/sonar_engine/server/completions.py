@@ -27,7 +27,7 @@ async def prepare_completion(request: CompletionRequest, state: ServerState, tok
             f"echo with {field} scores the prompt, which is not supported yet; leave one of them out", param=field
         )
     params = base_params(request, state.default_sampling, state.config, tokenizer)
-    prompts = await completion_prompts(request, tokenizer, state.info, state.config.max_prompts)
+    prompts = await completion_prompts(request, tokenizer, state.info, state.config)
     if len(prompts) * n > state.config.max_prompts:
         raise InvalidRequestError(
             f"{len(prompts)} prompts with n = {n} make {len(prompts) * n} choices; at most "

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from sonar_engine.errors import InvalidRequestError
+from sonar_engine.server.config import ServerConfig
 from sonar_engine.server.protocol import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from sonar_engine.tokenizer import Tokenizer
 from sonar_engine.types import EngineInfo
 
 RESERVED_KWARGS = frozenset({"self", "messages", "tools", "tokenize", "chat_template", "documents"})
 LONG_TEXT = 8192  # characters; beyond, tokenising leaves the event loop
+TURN_SIZE = 128  # characters that rendering one message counts for
 Result = TypeVar("Result")
 
 
@@ -43,29 +45,55 @@ def parse_prompts(value: Any, max_prompts: int) -> list[str | list[int]]:
     return value
 
 
+def check_text(text: str, tokenizer: Tokenizer, info: EngineInfo, max_chars: int, truncates: bool = False) -> None:
+    """Refuses what is too long to be worth tokenising: beyond `max_chars`, or sure not to fit the context."""
+    if len(text) > max_chars:
+        raise InvalidRequestError(
+            f"the prompt has {len(text)} characters; at most {max_chars} are possible", param="prompt"
+        )
+    longest = tokenizer.max_token_chars
+    if longest is not None and not truncates and len(text) > info.max_model_len * longest:
+        _reject_length(f"at least {-(-len(text) // longest)}", info)
+
+
+def _reject_length(num_tokens: int | str, info: EngineInfo) -> NoReturn:
+    raise InvalidRequestError(
+        f"the context length is {info.max_model_len} tokens, but the prompt has {num_tokens} tokens; "
+        "shorten the prompt",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 async def completion_prompts(
-    request: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, max_prompts: int
+    request: CompletionRequest, tokenizer: Tokenizer, info: EngineInfo, limits: ServerConfig
 ) -> list[list[int]]:
     """Token ids of each prompt."""
     special = True if request.add_special_tokens is None else request.add_special_tokens
+    keep = request.truncate_prompt_tokens
+    prompts = parse_prompts(request.prompt, limits.max_prompts)
+    for prompt in prompts:  # all of them before the first is tokenised
+        if isinstance(prompt, str):
+            check_text(prompt, tokenizer, info, limits.max_prompt_chars, keep is not None)
+        elif keep is None and len(prompt) > info.max_model_len:
+            _reject_length(len(prompt), info)
     result = []
-    for prompt in parse_prompts(request.prompt, max_prompts):
+    for prompt in prompts:
         if isinstance(prompt, str):
             ids = await off_loop(lambda text=prompt: tokenizer.encode(text, special), len(prompt))  # type: ignore[misc]
+            ids = truncated(ids, keep, info)
         else:
-            ids = prompt
+            ids = truncated(prompt, keep, info)
             check_ids(ids, info, "prompt")
-        result.append(truncated(ids, request.truncate_prompt_tokens, info))
+        result.append(ids)
     return result
 
 
-async def chat_prompt(
-    request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, max_messages_chars: int = 1 << 22
-) -> list[int]:
+async def chat_prompt(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, max_chars: int) -> list[int]:
     """Token ids of the messages under the model's own chat template."""
     messages = [_message(message) for message in request.messages or ()]
     if not messages:
@@ -83,10 +111,13 @@ async def chat_prompt(
         name = min(reserved)
         raise InvalidRequestError(f"chat_template_kwargs may not set {name}", param="chat_template_kwargs")
     size = sum(len(message.get("content") or "") for message in messages)
-    if size > max_messages_chars:
+    if size > max_chars:
         raise InvalidRequestError(
-            f"messages have {size} characters; at most {max_messages_chars} are possible", param="messages"
+            f"messages have {size} characters; at most {max_chars} are possible", param="messages"
         )
+    size += TURN_SIZE * len(messages)
+    if kwargs or any(message.keys() - {"role", "content"} for message in messages):
+        size += LONG_TEXT  # of unknown size
     options = {**kwargs, "add_generation_prompt": adding, "continue_final_message": going_on}
     return await off_loop(lambda: tokenizer.apply_chat_template(messages, **options), size)
 

@@ -17,7 +17,7 @@ from sonar_engine.server.chat import prepare_chat
 from sonar_engine.server.completions import prepare_completion
 from sonar_engine.server.errors import ApiError
 from sonar_engine.server.guard import read_body
-from sonar_engine.server.prompts import chat_prompt, check_ids, off_loop
+from sonar_engine.server.prompts import chat_prompt, check_ids, check_text, off_loop
 from sonar_engine.server.protocol import (
     AbortRequest,
     ChatRequest,
@@ -142,9 +142,10 @@ def text_routes(state: ServerState) -> APIRouter:
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if asked.prompt is None:
-            ids = await chat_prompt(asked, tokenizer)
+            ids = await chat_prompt(asked, tokenizer, state.config.max_prompt_chars)
         else:
             text, special = asked.prompt, asked.add_special_tokens is not False
+            check_text(text, tokenizer, state.info, state.config.max_prompt_chars)
             ids = await off_loop(lambda: tokenizer.encode(text, special), len(text))
         strings = [tokenizer.raw.id_to_token(token_id) for token_id in ids] if asked.return_token_strs else None
         return json_response(

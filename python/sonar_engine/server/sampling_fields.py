@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sonar_engine.errors import InvalidRequestError
+from sonar_engine.sampling.validation import MAX_STOP_LEN, validate
 from sonar_engine.server.config import ServerConfig
 from sonar_engine.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from sonar_engine.tokenizer import Tokenizer
@@ -114,6 +115,11 @@ def _banned(words: list[str] | None, tokenizer: Tokenizer) -> list[int] | None:
         return None
     banned: set[int] = set()
     for word in words:
+        if len(word) > MAX_STOP_LEN:
+            raise InvalidRequestError(
+                f"bad_words has a word of {len(word)} characters; at most {MAX_STOP_LEN} are possible",
+                param="bad_words",
+            )
         spellings = [tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
         if not word or any(len(ids) != 1 for ids in spellings):
             raise InvalidRequestError(
@@ -127,8 +133,6 @@ def validated(
     params: SamplingParams, info: EngineInfo, num_prompt_tokens: int, max_field: str = "max_tokens"
 ) -> SamplingParams:
     """Checked against the model's limits, every default resolved. Raises InvalidRequestError naming the field."""
-    from sonar_engine.sampling.validation import validate
-
     try:
         return validate(
             params,
