@@ -118,24 +118,19 @@ def test_the_quick_way_to_tokenise_gives_the_ids_of_the_plain_one(special):
 
 
 def test_other_threads_run_while_a_long_text_is_tokenised():
-    tokenizer, done, pauses = byte_tokenizer(), threading.Event(), []
+    tokenizer, done, turns = byte_tokenizer(), threading.Event(), 0
 
-    def watch() -> None:
-        last = time.monotonic()
-        while not done.is_set():
-            time.sleep(0.001)
-            now = time.monotonic()
-            pauses.append(now - last)
-            last = now
+    def take_turns() -> None:
+        nonlocal turns
+        while not done.wait(0.001):
+            turns += 1
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=take_turns)
     watcher.start()
-    began = time.monotonic()
     tokenizer.encode("hello world " * 100_000)
-    took = time.monotonic() - began
     done.set()
     watcher.join()
-    assert max(pauses) < took / 2
+    assert turns > 10  # a thread that holds the interpreter's lock throughout leaves one or two
 
 
 async def test_a_text_to_be_truncated_may_be_longer_than_the_context():
