@@ -222,7 +222,8 @@ def test_a_step_that_fails_leaves_the_draft_right(build_tiny: BuildEngine, tiny_
 
         return call_and_fail
 
-    engine._verify = fail_after(engine._verify, 4)  # type: ignore[method-assign]
+    verifier = engine._machine.verifier
+    verifier.verify = fail_after(verifier.verify, 4)  # type: ignore[method-assign]
     engine._drafter.ingest = fail_after(engine._drafter.ingest, 3)  # type: ignore[method-assign]
     for request_id, prompt in enumerate(make_prompts(9), start=1):
         engine.submit(request_id, prompt, GREEDY)

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from sonar_engine._scheduler import Events, Scheduler
-from sonar_engine.drafters.base import Draft, Drafter, Verdict
-from sonar_engine.drafters.registry import DrafterContext, drafter_method
-from sonar_engine.errors import EngineDeadError, InvalidRequestError
+from sonar_engine.device import Device, open_device
+from sonar_engine.drafters.base import Drafter
+from sonar_engine.drafters.registry import DrafterContext, DrafterMethod, drafter_method
+from sonar_engine.errors import EngineDeadError, InvalidRequestError, StaleStepError
 from sonar_engine.events import LogprobColumns, StepEvents
 from sonar_engine.generation import Generation
 from sonar_engine.model_runner import ModelRunner
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.registry import resolve_model
-from sonar_engine.sampling.logprobs import LogprobTensors
 from sonar_engine.sampling.state import SamplingState
 from sonar_engine.sampling.validation import validate
-from sonar_engine.step_buffers import BatchMetadata, StepBuffers
+from sonar_engine.schedules.orders import SCHEDULES
+from sonar_engine.schedules.planner import StepPlanner
+from sonar_engine.schedules.stages import Machine, StepInFlight, commit, plan
+from sonar_engine.step_buffers import StepBuffers
 from sonar_engine.step_statistics import StepStatistics
 from sonar_engine.tokenizer import Tokenizer, load_tokenizer
 from sonar_engine.types import Completion, EngineInfo, EngineStats, RequestOutput, SamplingParams
@@ -42,25 +46,53 @@ class Engine:
     One thread at a time calls `step`; `generate` and `stream` do so on the caller's behalf.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, tokenizer: Tokenizer, info: EngineInfo) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        tokenizer: Tokenizer,
+        info: EngineInfo,
+        *,
+        device: Device | None = None,
+        method: DrafterMethod | None = None,
+    ) -> None:
+        """`device` and `method` default to the runner's device and the configured way of drafting."""
         self.config = config
         self.tokenizer = tokenizer
         self.info = info
         self._runner = runner
+        self._device = open_device(runner.device) if device is None else device
         self._scheduler = _build_scheduler(config, runner, info)
-        self._buffers = StepBuffers((self._scheduler.slot(0), self._scheduler.slot(1)), runner.page_table)
         self._sampling = SamplingState(config.max_num_seqs, info.vocab_size, runner.device, info.eos_token_ids)
-        self._verifier = Verifier(self._sampling, runner.cpu_kernels, config.speculative)
-        context = DrafterContext(config, self._scheduler, runner, self._sampling)
-        self._drafter: Drafter = drafter_method(config).build(context)
         self._statistics = StepStatistics(config.speculative.num_speculative_tokens)
+        method = drafter_method(config) if method is None else method
+        self._drafter: Drafter = method.build(DrafterContext(config, self._scheduler, runner, self._sampling))
+        self._schedule = SCHEDULES[method.schedule]
+        self._machine = self._build_machine()
+        self._in_flight: tuple[StepInFlight, float] | None = None  # and when it was planned, time.monotonic()
+        self._ready: StepEvents | None = None  # committed, not returned yet
         self._params: dict[int, tuple[SamplingParams, int]] = {}  # request id -> parameters, its own seed
         self._seeds = np.random.default_rng(config.seed)
         self._submit_lock = threading.Lock()
-        self._plan_ahead = runner.device.type == "cuda" if config.plan_ahead is None else config.plan_ahead
-        self._planning_ahead = False
         self._num_probes = 0
         self._generation = Generation(self)
+
+    def _build_machine(self) -> Machine:
+        runner, scheduler, drafter = self._runner, self._scheduler, self._drafter
+        buffers = StepBuffers((scheduler.slot(0), scheduler.slot(1)), runner.page_table)
+        ahead = self._device.runs_alone if self.config.plan_ahead is None else self.config.plan_ahead
+        return Machine(
+            device=self._device,
+            scheduler=scheduler,
+            planner=StepPlanner(scheduler, buffers, drafter, ahead=ahead),
+            buffers=buffers,
+            runner=runner,
+            drafter=drafter,
+            sampling=self._sampling,
+            verifier=Verifier(self._sampling, runner.cpu_kernels, self.config.speculative),
+            statistics=self._statistics,
+            admit=self._admit,
+        )
 
     # Requests
 
@@ -108,74 +140,62 @@ class Engine:
         self._scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self._ready is not None or self._scheduler.has_work()
 
     # One step
 
     @torch.inference_mode()
     def step(self) -> StepEvents | None:
-        """Plan, propose, verify, ingest, commit: one step. None when nothing was waiting or running."""
+        """One step, in the order of the drafter's schedule. None when nothing was waiting or running.
+
+        On a device that runs alone a step is committed at the start of the next call, and what is returned are the
+        events of that step: the caller handles them while the device runs the one just queued.
+        """
         self._statistics.start()
+        if self._ready is None:  # else the last call failed after its commit
+            self._ready = self._settle()
+        self._launch()
+        if not self._device.runs_alone and self._ready is None:
+            self._ready = self._settle()
+        events, self._ready = self._ready, None
+        return self._events_of(self._scheduler.poll()) if events is None else events
+
+    def _launch(self) -> None:
+        """Queues a step's kernels; they stay in flight. Nothing when nothing can run."""
         planned_at = time.monotonic()
-        step_id = self._plan()
+        step_id = plan(self._machine)
         if step_id is None:
-            return self._events_of(self._scheduler.poll())
+            self._device.rest()
+            return
+        with self._reverting(step_id):
+            self._in_flight = self._schedule(self._machine, step_id), planned_at
+
+    def _settle(self) -> StepEvents | None:
+        """Commits the step in flight and gives its events; None when there is no such step."""
+        if self._in_flight is None:
+            return None
+        (step, planned_at), self._in_flight = self._in_flight, None
+        with self._reverting(step.batch.step_id):
+            done = commit(self._machine, step)
+        return self._events_of(done.events, done.logprobs, done.admitted, planned_at) or _no_events()
+
+    @contextmanager
+    def _reverting(self, step_id: int) -> Iterator[None]:
+        """Whatever ends a step early, Ctrl-C included, no request loses its pages or its place."""
         try:
-            batch = self._buffers.load(step_id)
-            self._admit(batch)
-            self._statistics.lap("plan")
-            draft = self._drafter.propose(batch)
-            self._statistics.lap("draft")
-            hidden, verdict, logprobs = self._verify(batch, draft)
-            self._statistics.lap("verify")
-            self._drafter.ingest(batch, hidden, verdict)
-            self._statistics.lap("ingest")
-        except BaseException:  # also Ctrl-C: no request may lose its pages or its place
-            self._scheduler.revert(step_id)
+            yield
+        except BaseException:
+            with suppress(StaleStepError):  # it has been committed
+                self._scheduler.revert(step_id)
             raise
-        events = self._commit(batch, verdict, logprobs, planned_at)
-        self._statistics.lap("commit")
-        return events
 
-    def _plan(self) -> int | None:
-        """The step planned ahead, if there is one; else one planned now."""
-        step_id = None
-        if self._planning_ahead:
-            step_id, self._planning_ahead = self._scheduler.take_plan(), False
-        if step_id is None:
-            step_id = self._scheduler.plan(self._buffers.next_slot, self._drafter.draft_lens())
-        return step_id
-
-    def _admit(self, batch: BatchMetadata) -> None:
-        """Fills the slot state of requests that enter one with this step."""
-        for slot, request_id in batch.admitted:
-            params, seed = self._params[request_id]
-            history = self._scheduler.request_tokens(request_id)
-            num_prompt = self._scheduler.num_prompt_tokens(request_id)
-            self._sampling.admit(slot, params, history[:num_prompt], history[num_prompt:], params_seed=seed)
-            self._drafter.admit(slot, request_id, self._most_drafts(params))
-
-    def _verify(self, batch: BatchMetadata, draft: Draft | None) -> tuple[torch.Tensor, Verdict, LogprobTensors | None]:
-        """One target pass over every row's tokens and drafts, then acceptance at each sampled position."""
-        hidden = self._runner.forward(batch, draft)  # [T, H]
-        logits = self._runner.logits(hidden, batch.sample_rows)  # [S, V] fp32
-        verdict, logprobs = self._verifier.verify(logits, batch, draft)
-        return hidden, verdict, logprobs
-
-    def _commit(
-        self, batch: BatchMetadata, verdict: Verdict, logprobs: LogprobTensors | None, planned_at: float
-    ) -> StepEvents:
-        """Lengths, pages and stop rules on the host; what the step gave as columns."""
-        self._sampling.observe(batch, verdict)
-        events = self._scheduler.commit(batch.step_id, verdict.num_emitted.cpu().numpy(), verdict.tokens.cpu().numpy())
-        self._statistics.count(batch, events)
-        columns = None if logprobs is None else _logprob_columns(logprobs, batch, events)
-        admitted = np.array([request_id for _, request_id in batch.admitted], np.int64)
-        if self._plan_ahead:
-            self._scheduler.start_plan(self._buffers.next_slot, self._drafter.draft_lens())
-            self._planning_ahead = True
-        result = self._events_of(events, columns, admitted, planned_at)
-        return result if result is not None else _no_events()
+    def _admit(self, slot: int, request_id: int) -> None:
+        """Fills the slot state of a request that enters `slot` with a step."""
+        params, seed = self._params[request_id]
+        history = self._scheduler.request_tokens(request_id)
+        num_prompt = self._scheduler.num_prompt_tokens(request_id)
+        self._sampling.admit(slot, params, history[:num_prompt], history[num_prompt:], params_seed=seed)
+        self._drafter.admit(slot, request_id, self._most_drafts(params))
 
     def _events_of(
         self,
@@ -254,7 +274,7 @@ class Engine:
             num_accepted_tokens=totals.num_accepted_tokens,
             accepted_per_pos=totals.accepted_per_pos,
             step_seconds=dict(totals.step_seconds),
-            device_idle_seconds=totals.device_idle_seconds,
+            device_idle_seconds=self._device.idle_seconds,
         )
 
     @property
@@ -351,22 +371,6 @@ def _as_tokens(prompt: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarra
             f"prompt token id {int(wrong[0])} is out of range; ids are 0 to {vocab_size - 1}", param="prompt"
         )
     return tokens.astype(np.int32)
-
-
-def _logprob_columns(logprobs: LogprobTensors, batch: BatchMetadata, events: Events) -> LogprobColumns:
-    """Rows of `logprobs` [S] in the order of `events.tokens`: an event's tokens sit at its row's first samples."""
-    num_tokens = events.num_tokens
-    starts = batch.host["sample_indptr"][np.maximum(events.batch_rows, 0)]
-    ends = np.cumsum(num_tokens)
-    within = np.arange(len(events.tokens)) - np.repeat(ends - num_tokens, num_tokens)
-    rows = torch.from_numpy(np.repeat(starts, num_tokens) + within)
-    return LogprobColumns(
-        logprobs=logprobs.logprobs[rows].cpu().numpy().tobytes(),
-        ranks=logprobs.ranks[rows].cpu().numpy().tobytes(),
-        top_ids=logprobs.top_ids[rows].cpu().numpy().tobytes(),
-        top_logprobs=logprobs.top_logprobs[rows].cpu().numpy().tobytes(),
-        width=logprobs.top_ids.shape[1],
-    )
 
 
 def _no_events() -> StepEvents:

@@ -50,11 +50,6 @@ class StepStatistics:
             self._accepted_exactly += np.bincount(accepted, minlength=len(self._accepted_exactly))
 
     @property
-    def device_idle_seconds(self) -> float:
-        """While the host plans and commits, nothing is queued for the device."""
-        return self.step_seconds["plan"] + self.step_seconds["commit"]
-
-    @property
     def accepted_per_pos(self) -> list[int]:
         """[j] = drafts accepted at position j (0-based): those of verifications that accepted more than j."""
         at_least = self._accepted_exactly[::-1].cumsum()[::-1]

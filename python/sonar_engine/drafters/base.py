@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from sonar_engine.device import HostCopy
 from sonar_engine.step_buffers import BatchMetadata
 
 
@@ -38,6 +39,11 @@ class Verdict:
 
     num_emitted: torch.Tensor  # int32 [R]
     tokens: torch.Tensor  # int32 [R, K + 1]
+    on_host: HostCopy | None = None  # num_emitted and tokens on their way there
+
+    def host_counts(self) -> np.ndarray:
+        """`num_emitted` on the host. Waits for verification, not for what has been queued behind it."""
+        return self.num_emitted.cpu().numpy() if self.on_host is None else self.on_host.wait()[0]
 
 
 class Drafter(Protocol):
@@ -75,8 +81,8 @@ class Drafter(Protocol):
     def ingest(self, batch: BatchMetadata, hidden: torch.Tensor, verdict: Verdict) -> None:
         """The target has run: hidden [T, H] its final hidden states (post-norm), `verdict` what was accepted.
 
-        Called every step that is not reverted. Whether the step will be committed is not known yet: a drafter that
-        remembers lengths must bear to see the same rows again.
+        Called every step that is not reverted, except under the schedule `plain`. Whether the step will be committed
+        is not known yet: a drafter that remembers lengths must bear to see the same rows again.
         """
         ...
 

@@ -37,7 +37,8 @@ class _Ingested:
 
     slots: np.ndarray  # int64 [N]
     known: np.ndarray  # int64 [N], tokens before the verdict
-    num_emitted: torch.Tensor  # int32 [N]
+    rows: np.ndarray  # int64 [N], of the batch that the verdict is on
+    verdict: Verdict
 
 
 class DraftModelDrafter:
@@ -116,7 +117,7 @@ class DraftModelDrafter:
         # The row of the last emitted token: its logits are those of the next draft.
         last = (batch.kv_len - batch.num_draft_tokens)[index] + num_emitted - 1
         self._run(spans, samples, last)
-        self._ingested = _Ingested(spans.slots, known[rows], num_emitted)
+        self._ingested = _Ingested(spans.slots, known[rows], rows, verdict)
 
     def _ingest_spans(self, batch: BatchMetadata, rows: np.ndarray, num_emitted: torch.Tensor) -> Spans:
         """From the cursor on: prompt tokens, then emitted tokens and, unless rows are compacted, junk to the end."""
@@ -133,7 +134,8 @@ class DraftModelDrafter:
         """Moves the cursors by the last step's verdict, which the commit has brought to the host."""
         ingested, self._ingested = self._ingested, None
         if ingested is not None:
-            self._cursors.advance(ingested.slots, ingested.known + ingested.num_emitted.cpu().numpy())
+            num_emitted = ingested.verdict.host_counts()[ingested.rows]
+            self._cursors.advance(ingested.slots, ingested.known + num_emitted)
 
     def _catch_up(self, batch: BatchMetadata) -> None:
         """Brings every row that drafts to the end of its sequence, with its logits carried."""

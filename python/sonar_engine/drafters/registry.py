@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sonar_engine.model_runner import ModelRunner
     from sonar_engine.models.registry import ResolvedModel
     from sonar_engine.sampling.state import SamplingState
+    from sonar_engine.schedules.orders import ScheduleName
     from sonar_engine.tokenizer import Tokenizer
 
 
@@ -39,18 +40,20 @@ def no_kv(config: EngineConfig, target: ResolvedModel, tokenizer: Tokenizer) -> 
 
 @dataclass(frozen=True)
 class DrafterMethod:
-    """How a method's drafter is built, and the bytes a token that it adds to the KV cache.
+    """How a method's drafter is built, the bytes a token that it adds to the KV cache, and the order of its steps.
 
     The bytes are asked for before any weight is read: what cannot work with the target is to be refused there.
+    Under the schedule `plain` a drafter's `ingest` is never called.
     """
 
     build: Callable[[DrafterContext], Drafter]
     kv_bytes_per_token: Callable[[EngineConfig, ResolvedModel, Tokenizer], int] = no_kv
+    schedule: ScheduleName = "draft_target"
 
 
 DRAFTERS: dict[str, DrafterMethod] = {
-    "none": DrafterMethod(lambda context: PlainDrafter()),
-    "ngram": DrafterMethod(NgramDrafter.build),
+    "none": DrafterMethod(lambda context: PlainDrafter(), schedule="plain"),
+    "ngram": DrafterMethod(NgramDrafter.build, schedule="plain"),
     "draft_model": DrafterMethod(DraftModelDrafter.build, draft_kv_bytes_per_token),
 }
 

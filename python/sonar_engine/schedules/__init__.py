@@ -1,0 +1,1 @@
+"""A step as a short list of stages. `orders` has the lists, `stages` what each stage does."""
