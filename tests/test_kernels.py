@@ -16,8 +16,10 @@ from sonar_kernels import (
     TypicalRule,
     accept,
     build_page_indices,
+    copy_rows,
     fill_draft_tokens,
     gumbel_argmax,
+    shift_tokens,
     update_page_table,
 )
 
@@ -33,10 +35,12 @@ POINTERS = {
     "factors": "*fp32",
     "posterior_threshold": "fp32",
     "posterior_alpha": "fp32",
+    "source": "*bf16",
+    "target": "*bf16",
 }
 NUMBERS = {
     "row_stride", "vocab_size", "draft_stride", "draft_probs_stride", "draft_probs_step_stride", "num_decode",
-    "width", "num_tokens", "num_pages",
+    "width", "num_tokens", "num_pages", "emitted_stride", "source_stride", "target_stride",
 }  # fmt: skip
 COMPILED = [
     ("gumbel", "gumbel_argmax_kernel", {"BLOCK": 2048}),
@@ -50,6 +54,8 @@ COMPILED = [
     ("packed", "fill_draft_tokens_kernel", {"BLOCK": 256}),
     ("packed", "update_page_table_kernel", {"BLOCK": 256}),
     ("packed", "build_page_indices_kernel", {"BLOCK": 256}),
+    ("head_input", "shift_tokens_kernel", {"BLOCK": 256}),
+    ("head_input", "copy_rows_kernel", {"BLOCK": 1024}),
 ]
 
 
@@ -65,7 +71,8 @@ def test_every_triton_kernel_equals_its_torch_twin_in_the_interpreter() -> None:
         [sys.executable, program], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["check_gumbel", "check_accept", "check_law", "check_packed", "check_noise"]
+    checks = ["gumbel", "accept", "law", "packed", "noise", "shifted_tokens", "copied_rows"]
+    assert done.stdout.split() == [f"check_{name}" for name in checks]
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -180,6 +187,21 @@ def test_page_indices_list_each_rows_pages_in_order() -> None:
     update_page_table(table, ints(3, 3, 1), ints(0, 1, 0), ints(7, 9, 8))
     assert table.tolist() == [[0, 0, 0], [8, 0, 0], [0, 0, 0], [7, 9, 0]]
     assert build_page_indices(table, ints(3, 0, 1), ints(0, 2, 2, 3), 3).tolist() == [7, 9, 8]
+
+
+def test_shifted_tokens_are_followed_by_what_was_emitted_or_the_next_prompt_token() -> None:
+    """Two drafts, one of them accepted; a chunk in mid-prompt; a chunk that ends a prompt; a row without drafts."""
+    token_ids = ints(10, 11, 12, 20, 30, 31, 32, 40, 41)
+    token_reqs, qo_indptr = ints(0, 0, 0, 1, 2, 2, 2, 3, 3), ints(0, 3, 4, 7, 9)
+    emitted = torch.stack([ints(11, 19, -1), ints(21, -1, -1), ints(-1, -1, -1), ints(42, -1, -1)])
+    shifted = shift_tokens(token_ids, token_reqs, qo_indptr, ints(0, 3, 4, 4, 5), ints(-1, -1, 33, -1), emitted)
+    assert shifted.tolist() == [11, 19, 0, 21, 31, 32, 33, 41, 42]
+
+
+def test_rows_are_copied_to_the_rows_named() -> None:
+    target = torch.zeros(4, 2)
+    copy_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), ints(1, 0), target, ints(3, 1))
+    assert target.tolist() == [[0.0, 0.0], [1.0, 2.0], [0.0, 0.0], [3.0, 4.0]]
 
 
 def test_greedy_rows_take_the_lowest_of_tied_ids_beside_sampled_rows() -> None:

@@ -297,6 +297,14 @@ def test_prefixes_are_shared_under_the_same_salt_until_the_cache_is_reset() -> N
     assert num_cached(5, None) == 0
 
 
+@pytest.mark.parametrize(("covers", "hits"), [(False, 8), (True, 4)])
+def test_a_page_before_another_token_is_a_hit_unless_its_hash_covers_the_next_token(covers: bool, hits: int) -> None:
+    scheduler = make(page_hash_covers_next_token=covers)
+    for request_id, last, expected in ((1, 30, 0), (2, 30, 8), (3, 31, hits)):
+        scheduler.submit(request_id, ids(*range(10, 18), last), max_tokens=1)
+        assert int(run_step(scheduler).num_cached[0]) == expected
+
+
 def test_aborts_give_one_final_event_at_any_moment() -> None:
     scheduler = make()
     for request_id in (1, 2, 3):

@@ -15,8 +15,11 @@ from sonar_kernels.accept import accept_torch
 from sonar_kernels.draft_tokens import fill_draft_tokens_torch
 from sonar_kernels.gumbel import gumbel_argmax_torch
 from sonar_kernels.pages import build_page_indices_torch, update_page_table
+from sonar_kernels.rows import copy_rows
+from sonar_kernels.shift_tokens import shift_tokens_torch
 from sonar_kernels.triton_kernels.accept import accept_triton
 from sonar_kernels.triton_kernels.gumbel import gumbel_argmax_triton
+from sonar_kernels.triton_kernels.head_input import copy_rows_triton, shift_tokens_triton
 from sonar_kernels.triton_kernels.packed import (
     build_page_indices_triton,
     fill_draft_tokens_triton,
@@ -164,7 +167,49 @@ def check_noise(random: torch.Generator) -> None:
     assert torch.equal(chosen, noise.argmin(dim=1).to(INT32))
 
 
+def check_shifted_tokens(random: torch.Generator) -> None:
+    """Decode rows with drafts, accepted to any length, beside chunks that end a prompt and chunks that do not."""
+    for width in (1, 4):
+        num_drafts = torch.cat([counts(random, width - 1, 40), torch.zeros(8, dtype=INT32)])
+        q_len = num_drafts + torch.where(torch.arange(48) < 40, 1, 1 + counts(random, 90, 48)).to(INT32)
+        samples = torch.where(torch.arange(48) < 44, num_drafts + 1, 0).to(INT32)
+        num_emitted = (torch.rand(48, generator=random) * samples).ceil().to(INT32)
+        qo_indptr, num_tokens = indptr(q_len), int(q_len.sum())
+        emitted = words(random, 48, width).abs()
+        emitted[torch.arange(width) >= num_emitted[:, None]] = -1
+        arguments = (
+            words(random, num_tokens).abs(),
+            torch.repeat_interleave(torch.arange(48), q_len.long()).to(INT32),
+            qo_indptr,
+            indptr(samples),
+            torch.where(samples > 0, -1, words(random, 48).abs()).to(INT32),
+            emitted,
+        )
+        assert torch.equal(shift_tokens_triton(*arguments), shift_tokens_torch(*arguments))
+
+
+def check_copied_rows(random: torch.Generator) -> None:
+    for dtype, width in ((torch.float32, 1500), (torch.bfloat16, 30)):
+        source = torch.randn(50, width + 7, generator=random).to(dtype)[:, :width]
+        rows = torch.randint(0, 50, (20,), generator=random).to(INT32)
+        to = torch.randperm(64, generator=random)[:20].to(INT32)
+        got, wanted = torch.zeros(64, width, dtype=dtype), torch.zeros(64, width, dtype=dtype)
+        copy_rows_triton(source, rows, got, to)
+        copy_rows(source, rows, wanted, to)
+        assert torch.equal(got, wanted)
+
+
+CHECKS = (
+    check_gumbel,
+    check_accept,
+    check_law,
+    check_packed,
+    check_noise,
+    check_shifted_tokens,
+    check_copied_rows,
+)
+
 if __name__ == "__main__":
-    for check in (check_gumbel, check_accept, check_law, check_packed, check_noise):
+    for check in CHECKS:
         check(torch.Generator().manual_seed(7))
         print(check.__name__)

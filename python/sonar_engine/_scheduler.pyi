@@ -43,10 +43,12 @@ class Scheduler:
         eos_token_ids: npt.NDArray[np.int32],
         cache_key: bytes,
         speculate_in_mixed_batches: bool = False,
+        page_hash_covers_next_token: bool = False,
     ) -> Scheduler:
         """`num_pages` must hold one sequence of `max_model_len` tokens; `cache_key` is 32 secret bytes.
 
-        At most min(`max_num_seqs`, `max_num_batched_tokens`) requests run at once.
+        At most min(`max_num_seqs`, `max_num_batched_tokens`) requests run at once. `page_hash_covers_next_token`: a
+        page of the prefix cache is found again only where the token after it is the same too.
         """
 
     @property

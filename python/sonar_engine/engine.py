@@ -354,6 +354,7 @@ def _build_scheduler(config: EngineConfig, runner: ModelRunner, info: EngineInfo
         num_speculative_tokens=info.num_speculative_tokens,
         eos_token_ids=np.asarray(info.eos_token_ids, np.int32),
         cache_key=np.random.default_rng().bytes(32),
+        page_hash_covers_next_token=drafter_method(config).needs_hidden != "none",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from sonar_engine.drafters.base import Drafter
 from sonar_engine.drafters.draft_model import DraftModelDrafter
@@ -40,15 +40,18 @@ def no_kv(config: EngineConfig, target: ResolvedModel, tokenizer: Tokenizer) -> 
 
 @dataclass(frozen=True)
 class DrafterMethod:
-    """How a method's drafter is built, the bytes a token that it adds to the KV cache, and the order of its steps.
+    """How a method's drafter is built, the bytes a token that it adds to the KV cache, the order of its steps, and
+    `Drafter.needs_hidden`.
 
     The bytes are asked for before any weight is read: what cannot work with the target is to be refused there.
-    Under the schedule `plain` a drafter's `ingest` is never called.
+    Under the schedule `plain` a drafter's `ingest` is never called. A drafter that reads hidden states pairs each with
+    the next token, so that the content of a page depends on the token after it; the scheduler must know.
     """
 
     build: Callable[[DrafterContext], Drafter]
     kv_bytes_per_token: Callable[[EngineConfig, ResolvedModel, Tokenizer], int] = no_kv
     schedule: ScheduleName = "draft_target"
+    needs_hidden: Literal["none", "last", "aux"] = "none"
 
 
 DRAFTERS: dict[str, DrafterMethod] = {

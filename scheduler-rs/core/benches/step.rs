@@ -23,6 +23,7 @@ fn config(requests: u32, drafts: u32) -> SchedulerConfig {
         vocab_size: VOCAB,
         max_waiting: requests,
         enable_prefix_caching: true,
+        page_hash_covers_next_token: false,
         num_speculative_tokens: drafts,
         speculate_in_mixed_batches: false,
         eos_token_ids: vec![2],

@@ -25,6 +25,9 @@ pub struct SchedulerConfig {
     pub max_waiting: u32,
     /// Whether full pages are kept for later requests with the same beginning.
     pub enable_prefix_caching: bool,
+    /// Whether a page is found again only where the token after it is the same too. Needed when a drafter's entry at a
+    /// position depends on the token at the next one, as those of draft heads do.
+    pub page_hash_covers_next_token: bool,
     /// Most drafts of a row; 0 turns speculation off.
     pub num_speculative_tokens: u32,
     /// Whether decode rows draft in a step that also prefills.

@@ -1,7 +1,7 @@
 //! Full pages of computed tokens, found again by what they hold.
 //!
 //! A page's hash is a keyed BLAKE3 over its parent's hash and its token ids, cut to 128 bits; the root is keyed with
-//! the request's salt. So equal hashes mean equal beginnings under the same salt, and nobody without the key can
+//! the request's salt. The hash may cover the token after the page too, for drafters whose entries depend on it. So equal hashes mean equal beginnings under the same salt, and nobody without the key can
 //! construct a collision. Only full pages of committed tokens enter; pages without an owner stay until they are the
 //! least recently used ones and somebody needs a page. Sizes are in pages.
 
@@ -55,19 +55,24 @@ struct PageHasher {
     page_key: [u8; 32],
     root_key: [u8; 32],
     id_bytes: usize,
+    /// Tokens that are hashed of a page: its own, and the next one where that counts.
+    num_tokens: usize,
     /// Bytes that are hashed: the parent's hash and the token ids.
     input_len: usize,
     buffer: Vec<u8>,
 }
 
 impl PageHasher {
-    fn new(cache_key: &[u8; 32], page_size: u32, vocab_size: u32) -> Self {
-        let id_bytes = if vocab_size <= 1 << 24 { 3 } else { 4 };
+    fn new(config: &crate::SchedulerConfig) -> Self {
+        let id_bytes = if config.vocab_size <= 1 << 24 { 3 } else { 4 };
+        let num_tokens =
+            config.page_size as usize + usize::from(config.page_hash_covers_next_token);
         Self {
-            page_key: blake3::derive_key("sonar prefix cache: page", cache_key),
-            root_key: blake3::derive_key("sonar prefix cache: root", cache_key),
+            page_key: blake3::derive_key("sonar prefix cache: page", &config.cache_key),
+            root_key: blake3::derive_key("sonar prefix cache: root", &config.cache_key),
             id_bytes,
-            input_len: 16 + page_size as usize * id_bytes,
+            num_tokens,
+            input_len: 16 + num_tokens * id_bytes,
             buffer: Vec::new(),
         }
     }
@@ -157,7 +162,7 @@ impl PrefixCache {
                 num_entries as usize,
                 BuildHasherDefault::default(),
             ),
-            hasher: PageHasher::new(&config.cache_key, config.page_size, config.vocab_size),
+            hasher: PageHasher::new(config),
             page_size: config.page_size as usize,
             filled: Vec::new(),
             gathered: Vec::new(),
@@ -232,7 +237,7 @@ impl PrefixCache {
     }
 
     /// Takes note of the full pages `range` of a sequence, whose tokens are all computed and committed, for
-    /// [`Self::insert_filled`]; `owner` is named there again.
+    /// [`Self::insert_filled`]; `owner` is named there again. A sequence has a token more than have been computed.
     ///
     /// A step fills pages of many sequences. What is hashed is copied together first, so that the cache misses of all
     /// of them overlap, and so do those of the index later.
@@ -252,7 +257,7 @@ impl PrefixCache {
         for page in range.clone() {
             let id = pages[page].id();
             let is_next = page > 0 && chain.num_hashed == page;
-            let content = &tokens[page * self.page_size..(page + 1) * self.page_size];
+            let content = self.content(tokens, page);
             if is_next && page + 1 == range.end {
                 self.hasher.write(chain.last, content, &mut self.unhashed);
                 self.gathered.push((owner, id));
@@ -320,6 +325,11 @@ impl PrefixCache {
         }
     }
 
+    /// What is hashed of page `page`.
+    fn content<'t>(&self, tokens: &'t [i32], page: usize) -> &'t [i32] {
+        &tokens[page * self.page_size..][..self.hasher.num_tokens]
+    }
+
     /// The hash of page `page`, hashing the pages up to it that have not been hashed yet.
     fn hash(
         &mut self,
@@ -334,8 +344,8 @@ impl PrefixCache {
                 Some(&hash) => hash,
                 None => self.hasher.root(self.epoch, salt),
             };
-            let tokens = &tokens[next * self.page_size..(next + 1) * self.page_size];
-            chain.first.push(self.hasher.page(parent, tokens));
+            let content = self.content(tokens, next);
+            chain.first.push(self.hasher.page(parent, content));
         }
         (chain.last, chain.num_hashed) = (chain.first[page], page + 1);
         chain.last

@@ -470,6 +470,42 @@ fn prefixes_are_shared_under_the_same_salt_only_and_not_after_a_reset() {
     assert_eq!(scheduler.stats().prefix_queries, 54);
 }
 
+/// Prompt tokens that each prompt finds in the cache, one after the other; every request emits token 5.
+fn hits_of(config: &SchedulerConfig, prompts: &[&[i32]]) -> Vec<u64> {
+    let mut scheduler = Scheduler::new(config.clone()).expect("valid");
+    let mut hits = Vec::new();
+    for (id, prompt) in (1..).zip(prompts) {
+        let before = scheduler.stats().prefix_hits;
+        let request = NewRequest {
+            max_tokens: Some(1),
+            ..NewRequest::new(id, prompt.to_vec())
+        };
+        scheduler
+            .submit(request.validate(config).expect("valid"))
+            .expect("there is room");
+        step(&mut scheduler, 5);
+        hits.push(scheduler.stats().prefix_hits - before);
+    }
+    hits
+}
+
+#[test]
+fn where_entries_depend_on_the_next_token_a_page_is_found_only_before_the_same_token() {
+    let covering = SchedulerConfig {
+        page_hash_covers_next_token: true,
+        ..config()
+    };
+    let prompts: [&[i32]; 5] = [
+        &[1, 1, 1, 1, 2, 2, 2, 2], // fills both pages; the second one's next token is the output 5
+        &[1, 1, 1, 1, 3, 3, 3, 3, 4], // the first page, before another token
+        &[1, 1, 1, 1, 3, 3, 3, 3, 4], // both, before the same tokens
+        &[1, 1, 1, 1, 2, 2, 2, 2, 5],
+        &[1, 1, 1, 1, 2, 2, 2, 2, 6],
+    ];
+    assert_eq!(hits_of(&covering, &prompts), [0, 0, 8, 8, 4]);
+    assert_eq!(hits_of(&config(), &prompts), [0, 4, 8, 8, 8]);
+}
+
 #[test]
 fn without_prefix_caching_every_page_is_free_at_the_end() {
     let config = SchedulerConfig {

@@ -45,7 +45,7 @@ fn any_config() -> impl Strategy<Value = SchedulerConfig> {
         1..5u32,
         1..14u32,
         0..4u32,
-        any::<[bool; 3]>(),
+        any::<[bool; 4]>(),
     )
         .prop_map(
             |(
@@ -55,7 +55,7 @@ fn any_config() -> impl Strategy<Value = SchedulerConfig> {
                 seqs,
                 budget,
                 drafts,
-                [caching, mixed, eos],
+                [caching, mixed, eos, covers_next],
             )| SchedulerConfig {
                 page_size,
                 num_pages: max_model_len.div_ceil(page_size) + spare_pages,
@@ -65,6 +65,7 @@ fn any_config() -> impl Strategy<Value = SchedulerConfig> {
                 vocab_size: VOCAB,
                 max_waiting: 6,
                 enable_prefix_caching: caching,
+                page_hash_covers_next_token: covers_next,
                 num_speculative_tokens: drafts.min(max_model_len - 1),
                 speculate_in_mixed_batches: mixed,
                 eos_token_ids: if eos { vec![1] } else { vec![] },
@@ -295,8 +296,8 @@ impl Machine {
         width: usize,
     ) {
         let accepted = rows.iter().enumerate().map(|(i, row)| {
-            let num_accepted = (num_emitted[i] - 1).max(0) as usize;
-            (row.request, &tokens[i * width..][..num_accepted])
+            let num_emitted = num_emitted[i] as usize;
+            (row.request, &tokens[i * width..][..num_emitted])
         });
         self.device.accept(&self.known, accepted);
     }

@@ -88,7 +88,7 @@ impl Scheduler {
     #[new]
     #[pyo3(signature = (*, page_size, num_pages, max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size,
         max_waiting, enable_prefix_caching, num_speculative_tokens, eos_token_ids, cache_key,
-        speculate_in_mixed_batches=false))]
+        speculate_in_mixed_batches=false, page_hash_covers_next_token=false))]
     #[allow(clippy::too_many_arguments)] // named arguments of the Python class
     fn new(
         py: Python<'_>,
@@ -104,6 +104,7 @@ impl Scheduler {
         eos_token_ids: &Bound<'_, PyAny>,
         cache_key: &[u8],
         speculate_in_mixed_batches: bool,
+        page_hash_covers_next_token: bool,
     ) -> PyResult<Self> {
         let eos_token_ids = read1("eos_token_ids", "[any]", eos_token_ids)?;
         let config = SchedulerConfig {
@@ -115,6 +116,7 @@ impl Scheduler {
             vocab_size: sized(py, "vocab_size", vocab_size)?,
             max_waiting: sized(py, "max_waiting", max_waiting)?,
             enable_prefix_caching,
+            page_hash_covers_next_token,
             num_speculative_tokens: sized(py, "num_speculative_tokens", num_speculative_tokens)?,
             speculate_in_mixed_batches,
             eos_token_ids: eos_token_ids.as_array().to_vec(),

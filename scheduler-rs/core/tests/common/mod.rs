@@ -30,6 +30,8 @@ pub struct Device {
     page_size: usize,
     page_table: Vec<Vec<i32>>,
     written: HashMap<(i32, usize), u64>,
+    /// What a draft head has written, which depends on the next token too; None: its pages may be stale.
+    written_by_head: Option<HashMap<(i32, usize), u64>>,
     request_of_slot: HashMap<i32, u64>,
 }
 
@@ -53,6 +55,7 @@ impl Device {
                 config.max_num_seqs as usize
             ],
             written: HashMap::new(),
+            written_by_head: config.page_hash_covers_next_token.then(HashMap::new),
             request_of_slot: HashMap::new(),
         }
     }
@@ -117,6 +120,7 @@ impl Device {
                     (page, position % self.page_size),
                     history(&tokens, known.salt.as_deref()),
                 );
+                self.write_by_head(slot, known, &known.tokens, position);
             }
             let samples = num_computed + num_known == known.tokens.len();
             let sampled = &section(section::SAMPLE_ROWS)
@@ -190,6 +194,27 @@ impl Device {
                 Some(&expected),
                 "position {position} of slot {slot} lies in page {page}"
             );
+            if let Some(written) = &self.written_by_head {
+                let held = written.get(&(page, position % self.page_size));
+                let expected = history(&known.tokens[..=position + 1], known.salt.as_deref());
+                assert_eq!(
+                    held,
+                    Some(&expected),
+                    "the head's position {position} of slot {slot} lies in page {page}"
+                );
+            }
+        }
+    }
+
+    /// The head's entry at `position`: of the tokens up to the next one, or junk where that is not known.
+    fn write_by_head(&mut self, slot: i32, known: &Known, tokens: &[i32], position: usize) {
+        let page = self.page_table[slot as usize][position / self.page_size];
+        if let Some(written) = &mut self.written_by_head {
+            let entry = match tokens.get(..=position + 1) {
+                Some(tokens) => history(tokens, known.salt.as_deref()),
+                None => 0,
+            };
+            written.insert((page, position % self.page_size), entry);
         }
     }
 }
@@ -204,6 +229,7 @@ pub fn config() -> SchedulerConfig {
         vocab_size: 100,
         max_waiting: 16,
         enable_prefix_caching: true,
+        page_hash_covers_next_token: false,
         num_speculative_tokens: 0,
         speculate_in_mixed_batches: false,
         eos_token_ids: vec![],
@@ -222,13 +248,17 @@ pub fn assert_no_page_held(scheduler: &Scheduler) {
 }
 
 impl Device {
-    /// What verification accepted was really drafted: the accepted positions hold the history with these tokens.
+    /// What verification accepted was really drafted: the accepted positions hold the history with these tokens. A
+    /// head then runs over all emitted tokens, one position earlier. Takes each row's emitted tokens.
     pub fn accept<'a>(
         &mut self,
         known: &HashMap<u64, Known>,
-        accepted: impl Iterator<Item = (u64, &'a [i32])>,
+        emitted: impl Iterator<Item = (u64, &'a [i32])>,
     ) {
-        for (request, drafts) in accepted {
+        for (request, emitted) in emitted {
+            let Some((_, drafts)) = emitted.split_last() else {
+                continue;
+            };
             let slot = *self
                 .request_of_slot
                 .iter()
@@ -237,6 +267,10 @@ impl Device {
                 .0;
             let known = &known[&request];
             let mut tokens = known.tokens.clone();
+            let all = [&tokens, emitted].concat();
+            for position in known.tokens.len() - 1..all.len() - 1 {
+                self.write_by_head(slot, known, &all, position);
+            }
             for &draft in drafts {
                 let position = tokens.len();
                 tokens.push(draft);
