@@ -146,7 +146,10 @@ class Scheduler:
 
 @final
 class Events:
-    """Columns of what one commit or poll told, one event a request. E = events, N = tokens of all of them."""
+    """Columns of what one commit or poll told, one event a request. E = events, N = tokens of all of them.
+
+    Each access makes a new array.
+    """
 
     @property
     def request_ids(self) -> npt.NDArray[np.int64]:

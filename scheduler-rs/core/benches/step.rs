@@ -3,14 +3,16 @@
 
 use divan::{Bencher, black_box};
 use sonar_scheduler::sim::{RandomAcceptance, SplitMix};
-use sonar_scheduler::{Events, NewRequest, Scheduler, SchedulerConfig, Verdict};
+use sonar_scheduler::{Events, NewRequest, PlannedStep, Scheduler, SchedulerConfig, Verdict};
 
 fn main() {
     divan::main();
 }
 
 const PROMPT_LEN: u32 = 256;
-const MODEL_LEN: u32 = 4096;
+const MODEL_LEN: u32 = 2048;
+/// Verdicts made before the clock runs, used in turn.
+const NUM_VERDICTS: usize = 16;
 const VOCAB: u32 = 49_152;
 
 fn config(requests: u32, drafts: u32) -> SchedulerConfig {
@@ -36,7 +38,8 @@ struct Running {
     scheduler: Scheduler,
     words: Vec<i32>,
     draft_lens: Vec<i32>,
-    acceptance: RandomAcceptance,
+    verdicts: Vec<RandomAcceptance>,
+    num_steps: usize,
     events: Events,
 }
 
@@ -60,55 +63,62 @@ impl Running {
         let mut running = Self {
             words: vec![0; config.slot_words()],
             draft_lens: vec![drafts as i32; requests as usize],
-            acceptance: RandomAcceptance::new(11, VOCAB, drafts as usize + 1),
+            verdicts: Vec::new(),
+            num_steps: 0,
             events: Events::default(),
             scheduler,
         };
-        while running.step() < requests as usize {}
-        for _ in 0..4 {
-            running.step();
+        let mut acceptance = RandomAcceptance::new(11, VOCAB, drafts as usize + 1);
+        while running.prefill(&mut acceptance) < requests as usize {}
+        for _ in 0..NUM_VERDICTS {
+            running.prefill(&mut acceptance);
+            running.verdicts.push(acceptance.clone());
         }
         running
     }
 
-    /// One whole step; returns its events.
-    fn step(&mut self) -> usize {
-        let lens = Some(self.draft_lens.as_slice());
-        let step = self
-            .scheduler
-            .plan(lens, &mut self.words)
-            .expect("nothing in flight")
-            .expect("work");
-        self.acceptance.decide(&step);
-        let verdict = Verdict::chain(
-            &self.acceptance.num_emitted,
-            &self.acceptance.tokens,
-            self.acceptance.width,
-        );
-        self.events.clear();
-        self.scheduler
-            .commit(step, &verdict, &mut self.events)
-            .expect("it fits");
-        self.events.len()
+    /// A step with a verdict of its own; returns its events.
+    fn prefill(&mut self, acceptance: &mut RandomAcceptance) -> usize {
+        let step = self.plan();
+        acceptance.decide(&step);
+        commit(&mut self.scheduler, step, acceptance, &mut self.events)
     }
+
+    fn plan(&mut self) -> PlannedStep {
+        let lens = Some(self.draft_lens.as_slice());
+        let planned = self.scheduler.plan(lens, &mut self.words);
+        planned.expect("nothing in flight").expect("work")
+    }
+
+    /// One whole step of decode rows; returns its events.
+    fn step(&mut self) -> usize {
+        let step = self.plan();
+        self.num_steps += 1;
+        let verdict = &self.verdicts[self.num_steps % NUM_VERDICTS];
+        commit(&mut self.scheduler, step, verdict, &mut self.events)
+    }
+}
+
+fn commit(
+    scheduler: &mut Scheduler,
+    step: PlannedStep,
+    acceptance: &RandomAcceptance,
+    events: &mut Events,
+) -> usize {
+    let verdict = Verdict::chain(
+        &acceptance.num_emitted,
+        &acceptance.tokens,
+        acceptance.width,
+    );
+    events.clear();
+    scheduler
+        .commit(step, &verdict, events)
+        .expect("it fits the step");
+    events.len()
 }
 
 #[divan::bench(args = [(1, 0), (1, 3), (64, 0), (64, 3), (256, 0), (256, 3), (1000, 0), (1000, 3)], sample_count = 300)]
 fn plan_pack_commit(bencher: Bencher, (requests, drafts): (u32, u32)) {
     let mut running = Running::new(requests, drafts);
     bencher.bench_local(|| black_box(running.step()));
-}
-
-/// The part of the bench above that is the simulation of the device.
-#[divan::bench(args = [(256, 3), (1000, 3)], sample_count = 300)]
-fn simulated_acceptance_alone(bencher: Bencher, (requests, drafts): (u32, u32)) {
-    let mut running = Running::new(requests, drafts);
-    let lens = running.draft_lens.clone();
-    let step = running
-        .scheduler
-        .plan(Some(&lens), &mut running.words)
-        .expect("nothing in flight")
-        .expect("work");
-    bencher.bench_local(|| running.acceptance.decide(black_box(&step)));
-    running.scheduler.revert(step);
 }

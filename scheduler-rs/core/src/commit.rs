@@ -18,6 +18,22 @@ pub enum FinishReason {
     Abort = 3,
 }
 
+/// Calls a function over rows of `$width` with that width as its constant W, 0 for a wide one. Rows are short, and loops of
+/// a known length are unrolled.
+macro_rules! by_width {
+    ($width:expr, $object:ident.$function:ident($($argument:expr),*)) => {
+        match $width {
+            1 => $object.$function::<1>($($argument),*),
+            2 => $object.$function::<2>($($argument),*),
+            3 => $object.$function::<3>($($argument),*),
+            4 => $object.$function::<4>($($argument),*),
+            5 => $object.$function::<5>($($argument),*),
+            6 => $object.$function::<6>($($argument),*),
+            _ => $object.$function::<0>($($argument),*),
+        }
+    };
+}
+
 /// What verification decided, for every row of the step. R = rows, W = width.
 ///
 /// `num_emitted[r]` is 0 where the row does not sample, else accepted drafts + 1; `tokens[r * W..][..num_emitted[r]]`
@@ -43,8 +59,58 @@ impl<'a> Verdict<'a> {
         }
     }
 
+    /// All tokens of a row, those beyond `num_emitted` undefined.
     fn row(&self, row: usize) -> &'a [i32] {
-        &self.tokens[row * self.width..][..self.num_emitted[row] as usize]
+        &self.tokens[row * self.width..][..self.width]
+    }
+
+    /// Whether [`Self::check_row`] has nothing to say about any row, by arithmetic alone. W: see `by_width`.
+    fn fits<const W: usize>(&self, rows: &[Row], vocab_size: u32) -> bool {
+        let width = if W > 0 { W } else { self.width };
+        let mut num_wrong = u32::from(width == 0);
+        for ((row, &got), path) in rows
+            .iter()
+            .zip(self.num_emitted)
+            .zip(self.tokens.chunks_exact(width.max(1)))
+        {
+            let most = (row.num_samples() as i32).min(width as i32);
+            num_wrong += u32::from(got < i32::from(row.samples)) + u32::from(got > most);
+            for (j, &id) in (0..).zip(path) {
+                num_wrong += u32::from(j < got) & u32::from(id as u32 >= vocab_size);
+            }
+        }
+        num_wrong == 0
+    }
+
+    fn check_row(
+        &self,
+        i: usize,
+        row: &Row,
+        got: i32,
+        vocab_size: u32,
+    ) -> Result<(), VerdictError> {
+        let (least, most) = (i32::from(row.samples), row.num_samples() as i32);
+        if got < least || got > most {
+            return Err(VerdictError::NumEmitted {
+                row: i,
+                got,
+                least,
+                most,
+            });
+        }
+        let width = self.width;
+        if got as usize > width {
+            return Err(VerdictError::Width { row: i, got, width });
+        }
+        let outside = |&&id: &&i32| id as u32 >= vocab_size;
+        match self.row(i)[..got as usize].iter().find(outside) {
+            Some(&id) => Err(VerdictError::TokenOutOfRange {
+                row: i,
+                id,
+                vocab_size,
+            }),
+            None => Ok(()),
+        }
     }
 }
 
@@ -71,22 +137,6 @@ pub struct Events {
     pub batch_rows: Vec<i32>,
     /// Tokens of all events.
     pub tokens: Vec<i32>,
-}
-
-/// Events written and requests ended so far in a commit.
-struct Done {
-    num_events: usize,
-    num_ended: usize,
-}
-
-/// One event's numbers beside the request's own.
-struct Outcome {
-    num_tokens: usize,
-    finish: Option<FinishReason>,
-    stop_token: i32,
-    num_drafted: u32,
-    num_accepted: u32,
-    batch_row: i32,
 }
 
 impl Events {
@@ -116,38 +166,51 @@ impl Events {
         }
     }
 
+    /// The end of a request outside a commit.
     pub(crate) fn push_end(&mut self, request: &Request, finish: FinishReason) {
-        let at = self.len();
-        self.resize(at + 1);
-        let outcome = Outcome {
-            num_tokens: 0,
-            finish: Some(finish),
-            stop_token: -1,
-            num_drafted: 0,
-            num_accepted: 0,
-            batch_row: -1,
-        };
-        self.set(at, request, &outcome);
+        self.request_ids.push(request.id.0 as i64);
+        self.num_tokens.push(0);
+        self.finish.push(finish as i32);
+        self.stop_tokens.push(-1);
+        self.num_drafted.push(0);
+        self.num_accepted.push(0);
+        self.num_cached.push(request.num_cached_tokens as i32);
+        self.num_preemptions
+            .push(i32::from(request.num_preemptions));
+        self.batch_rows.push(-1);
     }
 
-    /// Makes room for `len` events in all, or cuts off those beyond.
-    fn resize(&mut self, len: usize) {
-        self.request_ids.resize(len, 0);
-        self.columns()
-            .into_iter()
-            .for_each(|column| column.resize(len, 0));
+    /// An event for each row, a column at a time; it goes on, and the tokens that it keeps are still to be written.
+    fn push_rows(&mut self, rows: &[Row], verdict: &Verdict) {
+        let (num_emitted, width) = (verdict.num_emitted, verdict.width);
+        let len = self.len() + rows.len();
+        self.tokens.reserve(rows.len() * width);
+        self.num_tokens.resize(len, 0);
+        self.finish.resize(len, 0);
+        self.stop_tokens.resize(len, -1);
+        self.batch_rows.extend(0..rows.len() as i32);
+        self.num_accepted
+            .extend(num_emitted.iter().map(|&num| (num - 1).max(0)));
+        self.request_ids
+            .extend(rows.iter().map(|row| row.id.0 as i64));
+        self.num_drafted
+            .extend(rows.iter().map(|row| row.num_drafts as i32));
+        self.num_cached
+            .extend(rows.iter().map(|row| row.num_cached_tokens as i32));
+        self.num_preemptions
+            .extend(rows.iter().map(|row| i32::from(row.num_preemptions)));
     }
 
-    fn set(&mut self, at: usize, request: &Request, outcome: &Outcome) {
-        self.request_ids[at] = request.id.0 as i64;
-        self.num_tokens[at] = outcome.num_tokens as i32;
-        self.finish[at] = outcome.finish.map_or(0, |finish| finish as i32);
-        self.stop_tokens[at] = outcome.stop_token;
-        self.num_drafted[at] = outcome.num_drafted as i32;
-        self.num_accepted[at] = outcome.num_accepted as i32;
-        self.num_cached[at] = request.num_cached_tokens as i32;
-        self.num_preemptions[at] = request.num_preemptions as i32;
-        self.batch_rows[at] = outcome.batch_row;
+    /// Removes the events from `first` on that have no tokens.
+    fn remove_silent(&mut self, first: usize) {
+        let speaks: Vec<bool> = self.num_tokens.iter().map(|&num| num > 0).collect();
+        let keeps = |i: usize| i < first || speaks[i];
+        let mut at = 0..;
+        self.request_ids.retain(|_| at.next().is_none_or(keeps));
+        for column in self.columns() {
+            let mut at = 0..;
+            column.retain(|_| at.next().is_none_or(keeps));
+        }
     }
 
     /// The columns with one i32 an event.
@@ -183,18 +246,9 @@ impl Scheduler {
         }
         self.in_flight = None;
         events.append(&mut self.ended);
-        let first = events.len();
-        events.resize(first + step.rows.len());
-        let mut done = Done {
-            num_events: first,
-            num_ended: 0,
-        };
-        for (i, row) in step.rows.iter().enumerate() {
-            self.commit_row(i, row, verdict.row(i), events, &mut done);
-        }
-        events.resize(done.num_events);
+        let num_ended = by_width!(verdict.width, self.commit_rows(&step.rows, verdict, events));
         self.insert_filled();
-        if done.num_ended > 0 {
+        if num_ended > 0 {
             self.end_finished(&step);
         }
         self.end_aborted();
@@ -223,67 +277,80 @@ impl Scheduler {
                 width,
             });
         }
-        for (i, (row, &got)) in step.rows.iter().zip(verdict.num_emitted).enumerate() {
-            let (least, most) = (i32::from(row.samples), row.num_samples() as i32);
-            if got < least || got > most {
-                return Err(VerdictError::NumEmitted {
-                    row: i,
-                    got,
-                    least,
-                    most,
-                });
-            }
-            if got as usize > width {
-                return Err(VerdictError::Width { row: i, got, width });
-            }
-            let vocab_size = self.config.vocab_size;
-            if let Some(&id) = verdict.row(i).iter().find(|&&id| id as u32 >= vocab_size) {
-                return Err(VerdictError::TokenOutOfRange {
-                    row: i,
-                    id,
-                    vocab_size,
-                });
-            }
+        let vocab_size = self.config.vocab_size;
+        if by_width!(width, verdict.fits(&step.rows, vocab_size)) {
+            return Ok(());
+        }
+        let rows = step.rows.iter().zip(verdict.num_emitted).enumerate();
+        for (i, (row, &got)) in rows {
+            verdict.check_row(i, row, got, vocab_size)?;
         }
         Ok(())
     }
 
-    /// A request that has ended is marked and still to be removed.
+    /// Returns how many requests have ended; they are marked and still to be removed. W: see `by_width`.
+    fn commit_rows<const W: usize>(
+        &mut self,
+        rows: &[Row],
+        verdict: &Verdict,
+        events: &mut Events,
+    ) -> usize {
+        let width = if W > 0 { W } else { verdict.width };
+        let first = events.len();
+        events.push_rows(rows, verdict);
+        let (mut num_ended, mut num_silent) = (0, 0);
+        for (i, row) in rows.iter().enumerate() {
+            let path = &verdict.tokens[i * width..][..width];
+            let (num_kept, end) = self.commit_row(row, path, verdict.num_emitted[i] as u32);
+            let num_tokens = events.tokens.len() + num_kept as usize;
+            events.tokens.extend_from_slice(path);
+            events.tokens.truncate(num_tokens);
+            events.num_tokens[first + i] = num_kept as i32;
+            num_silent += usize::from(num_kept == 0);
+            if let Some((finish, stop_token)) = end {
+                events.finish[first + i] = finish as i32;
+                events.stop_tokens[first + i] = stop_token;
+                num_ended += 1;
+            }
+        }
+        if num_silent > 0 {
+            events.remove_silent(first);
+        }
+        num_ended
+    }
+
+    /// Returns how many of the emitted tokens the request keeps, and its end with the user's stop token or -1.
+    ///
+    /// `path` holds the emitted tokens and undefined ones behind. All of it is copied and then cut: counts differ
+    /// from row to row, and a branch on them costs more than the copy.
+    #[inline(always)]
     fn commit_row(
         &mut self,
-        i: usize,
         row: &Row,
-        emitted: &[i32],
-        events: &mut Events,
-        done: &mut Done,
-    ) {
+        path: &[i32],
+        num_emitted: u32,
+    ) -> (u32, Option<(FinishReason, i32)>) {
         let (cache, request, config) = self.parts(row.key);
         if request.is_aborted {
-            return;
+            return (0, None);
         }
-        let (num_kept, end) = append(request, emitted, &config.eos_token_ids);
+        let may_end = !request.never_stops || num_emitted >= request.max_len - request.len();
+        let (num_kept, end) = if may_end {
+            keep(
+                request,
+                &path[..num_emitted as usize],
+                &config.eos_token_ids,
+            )
+        } else {
+            (num_emitted, None)
+        };
+        request.append(path, num_kept);
         // Of the emitted tokens all but the last were computed as drafts; so were the known tokens before them.
         request.num_computed_tokens += row.num_tokens - row.num_drafts + num_kept.saturating_sub(1);
         request.is_decoding = row.samples;
-        settle_pages(row.key, cache, request, config);
-        if num_kept > 0 {
-            let outcome = Outcome {
-                num_tokens: num_kept as usize,
-                finish: end.map(|(finish, _)| finish),
-                stop_token: end.map_or(-1, |(_, stop_token)| stop_token),
-                num_drafted: row.num_drafts,
-                num_accepted: (emitted.len() as u32).saturating_sub(1),
-                batch_row: i as i32,
-            };
-            events.set(done.num_events, request, &outcome);
-            done.num_events += 1;
-            // A handful of tokens: pushing them beats a call that copies.
-            for &token in &emitted[..num_kept as usize] {
-                events.tokens.push(token);
-            }
-        }
         request.is_finished = end.is_some();
-        done.num_ended += usize::from(end.is_some());
+        settle_pages(row.key, cache, request, config);
+        (num_kept, end)
     }
 
     fn end_finished(&mut self, step: &PlannedStep) {
@@ -300,6 +367,7 @@ impl Scheduler {
 }
 
 /// Hands pages that have filled up to the prefix cache and gives back those that only drafts needed.
+#[inline]
 fn settle_pages(
     key: RequestKey,
     cache: &mut PrefixCache,
@@ -328,16 +396,15 @@ fn settle_pages(
     }
 }
 
-/// Appends emitted tokens up to the one that ends the request. Returns how many, and the end with the user's stop
-/// token or -1. A stop token ends it also where the length would.
-fn append(
-    request: &mut Request,
+/// How many emitted tokens a request keeps: up to the one that ends it; and the end with the user's stop token or -1.
+/// A stop token ends it also where the length would.
+fn keep(
+    request: &Request,
     emitted: &[i32],
     eos_token_ids: &[i32],
 ) -> (u32, Option<(FinishReason, i32)>) {
     let room = (request.max_len - request.len()) as usize;
-    let mut kept = &emitted[..emitted.len().min(room)];
-    let mut end = (kept.len() == room).then_some((FinishReason::Length, -1));
+    let kept = &emitted[..emitted.len().min(room)];
     if !request.never_stops {
         let first_counted = request.cold.min_len.saturating_sub(request.len()) as usize;
         for (i, &token) in kept.iter().enumerate().skip(first_counted) {
@@ -346,15 +413,10 @@ fn append(
                     Stop::Eos => -1,
                     Stop::User(id) => id,
                 };
-                end = Some((FinishReason::Stop, stop_token));
-                kept = &kept[..=i];
-                break;
+                return (i as u32 + 1, Some((FinishReason::Stop, stop_token)));
             }
         }
     }
-    for &token in kept {
-        request.tokens.push(token);
-        request.last_token = token;
-    }
+    let end = (kept.len() == room).then_some((FinishReason::Length, -1));
     (kept.len() as u32, end)
 }

@@ -200,15 +200,12 @@ impl<'a> Sections<'a> {
     }
 }
 
-/// What the rows so far have used, and the most of any.
+/// The most of any row.
 #[derive(Default)]
-struct Running {
-    num_tokens: usize,
-    num_pages: u32,
-    num_samples: usize,
-    max_q_len: u32,
-    max_kv_len: u32,
-    max_drafts: u32,
+struct Most {
+    q_len: u32,
+    kv_len: u32,
+    drafts: u32,
 }
 
 /// Writes `step` into `out`, which holds at least `SchedulerConfig::slot_words` words. `request_of` finds a row's
@@ -222,22 +219,8 @@ pub(crate) fn pack<'r>(
     let (header, rest) = out.split_at_mut(HEADER_WORDS);
     header.fill(0);
     let mut sections = Sections::cut(header, rest, &step.counts());
-    let mut running = Running::default();
-    sections.qo_indptr[0] = 0;
-    sections.paged_kv_indptr[0] = 0;
-    sections.sample_indptr[0] = 0;
-    for (i, row) in step.rows.iter().enumerate() {
-        let request = request_of(row);
-        pack_tokens(
-            i,
-            row,
-            request,
-            page_size,
-            running.num_tokens,
-            &mut sections,
-        );
-        pack_row(i, row, request, page_size, &mut running, &mut sections);
-    }
+    let most = pack_rows(&step.rows, page_size, &mut sections);
+    pack_tokens(step, page_size, &request_of, &mut sections);
     pack_samples(step, &mut sections);
     pack_pages(step, &mut sections);
     let words = [
@@ -249,109 +232,153 @@ pub(crate) fn pack<'r>(
         (header::NUM_TOKENS, step.num_tokens as i32),
         (header::NUM_DECODE_TOKENS, step.num_decode_tokens as i32),
         (header::NUM_DRAFT_TOKENS, step.num_draft_tokens as i32),
-        (header::MAX_Q_LEN, running.max_q_len as i32),
-        (header::MAX_KV_LEN, running.max_kv_len as i32),
+        (header::MAX_Q_LEN, most.q_len as i32),
+        (header::MAX_KV_LEN, most.kv_len as i32),
         (header::NUM_SAMPLE_ROWS, step.num_sample_rows as i32),
         (header::NUM_SAMPLING_REQS, step.num_sampling_reqs as i32),
         (header::NUM_NEW_PAGES, step.new_pages.len() as i32),
         (header::NUM_ADMITTED, step.admitted.len() as i32),
-        (header::MAX_DRAFT_TOKENS, running.max_drafts as i32),
+        (header::MAX_DRAFT_TOKENS, most.drafts as i32),
     ];
     for (at, word) in words {
         header[at] = word;
     }
 }
 
-/// Entries a row, and what it has used.
-#[inline]
-fn pack_row(
-    i: usize,
-    row: &Row,
-    request: &Request,
-    page_size: u32,
-    running: &mut Running,
-    out: &mut Sections,
-) {
-    let kv_len = request.num_computed_tokens + row.num_tokens;
-    // Positions in pages that are not full yet; a decode row's lie in one page or two.
-    let num_loose = kv_len - request.num_full_pages * page_size;
-    let num_loose_pages = if num_loose <= page_size {
-        1
-    } else {
-        num_loose.div_ceil(page_size)
-    };
-    running.num_tokens += row.num_tokens as usize;
-    running.num_pages += request.num_full_pages + num_loose_pages;
-    running.num_samples += row.num_samples() as usize;
-    running.max_q_len = running.max_q_len.max(row.num_tokens);
-    running.max_kv_len = running.max_kv_len.max(kv_len);
-    running.max_drafts = running.max_drafts.max(row.num_drafts);
-    out.slots[i] = row.slot.0 as i32;
-    out.qo_indptr[i + 1] = running.num_tokens as i32;
-    out.num_draft_tokens[i] = row.num_drafts as i32;
-    out.num_computed_tokens[i] = request.num_computed_tokens as i32;
-    out.kv_len[i] = kv_len as i32;
-    out.paged_kv_indptr[i + 1] = running.num_pages as i32;
-    out.paged_kv_last_page_len[i] = (num_loose - (num_loose_pages - 1) * page_size) as i32;
-    out.output_pos[i] = (request.len() - request.num_prompt_tokens) as i32;
-    out.next_prompt_token[i] = if row.samples {
-        -1
-    } else {
-        request.tokens[kv_len as usize]
-    };
-    out.sample_indptr[i + 1] = running.num_samples as i32;
+/// Entries a row, a few sections at a time: short loops without branches, whose pointers fit into the registers.
+fn pack_rows(rows: &[Row], page_size: u32, out: &mut Sections) -> Most {
+    let mut most = Most::default();
+    let sections = (out.slots.iter_mut().zip(&mut *out.num_draft_tokens))
+        .zip(&mut *out.num_computed_tokens)
+        .zip(&mut *out.output_pos);
+    for ((((slot, drafts), computed), output_pos), row) in sections.zip(rows) {
+        *slot = row.slot.0 as i32;
+        *drafts = row.num_drafts as i32;
+        *computed = row.num_computed_tokens as i32;
+        *output_pos = row.output_pos as i32;
+        most.q_len = most.q_len.max(row.num_tokens);
+        most.kv_len = most.kv_len.max(row.kv_len());
+        most.drafts = most.drafts.max(row.num_drafts);
+    }
+    out.paged_kv_indptr[0] = 0;
+    let mut num_pages = 0;
+    let sections = (out.kv_len.iter_mut().zip(&mut *out.paged_kv_last_page_len))
+        .zip(&mut out.paged_kv_indptr[1..]);
+    for (((kv_len, last_page_len), page_end), row) in sections.zip(rows) {
+        let (pages, last) = row.pages(page_size);
+        num_pages += pages;
+        *kv_len = row.kv_len() as i32;
+        *last_page_len = last as i32;
+        *page_end = num_pages as i32;
+    }
+    (out.qo_indptr[0], out.sample_indptr[0]) = (0, 0);
+    let (mut num_tokens, mut num_samples) = (0, 0);
+    let sections = out.qo_indptr[1..].iter_mut();
+    for ((token_end, sample_end), row) in sections.zip(&mut out.sample_indptr[1..]).zip(rows) {
+        num_tokens += row.num_tokens;
+        num_samples += row.num_samples();
+        *token_end = num_tokens as i32;
+        *sample_end = num_samples as i32;
+    }
+    most
 }
 
-/// Entries a token. Rows are short, so plain loops beat calls that copy and fill.
-#[inline]
-fn pack_tokens(
-    i: usize,
+/// Entries a token, and the prompt's next token behind each row.
+fn pack_tokens<'r>(
+    step: &PlannedStep,
+    page_size: u32,
+    request_of: impl Fn(&Row) -> &'r Request,
+    out: &mut Sections,
+) {
+    let mut start = 0;
+    let (decode, prefill) = step.rows.split_at(step.num_decode_reqs);
+    for (i, row) in (0..).zip(decode) {
+        // Rows are short, and loops of a known length are unrolled.
+        match row.num_tokens {
+            1 => pack_decode_tokens::<1>(i, row, page_size, start, out),
+            2 => pack_decode_tokens::<2>(i, row, page_size, start, out),
+            3 => pack_decode_tokens::<3>(i, row, page_size, start, out),
+            4 => pack_decode_tokens::<4>(i, row, page_size, start, out),
+            5 => pack_decode_tokens::<5>(i, row, page_size, start, out),
+            6 => pack_decode_tokens::<6>(i, row, page_size, start, out),
+            _ => pack_decode_tokens::<0>(i, row, page_size, start, out),
+        }
+        map_further_pages(row, &request_of, page_size, start, out);
+        start += row.num_tokens as usize;
+    }
+    out.next_prompt_token[..decode.len()].fill(-1);
+    for (i, row) in (decode.len()..).zip(prefill) {
+        let tokens = start..start + row.num_tokens as usize;
+        let known = &request_of(row).tokens[row.num_computed_tokens as usize..];
+        out.token_ids[tokens.clone()].copy_from_slice(&known[..tokens.len()]);
+        out.next_prompt_token[i] = known.get(tokens.len()).map_or(-1, |&token| token);
+        map_tokens(i as i32, row, page_size, start, tokens.len(), out);
+        map_further_pages(row, &request_of, page_size, start, out);
+        start = tokens.end;
+    }
+}
+
+/// The known token and the drafts' places of a row of N tokens; N = 0: of any number.
+#[inline(always)]
+fn pack_decode_tokens<const N: usize>(
+    i: i32,
     row: &Row,
-    request: &Request,
     page_size: u32,
     start: usize,
     out: &mut Sections,
 ) {
-    let num_tokens = row.num_tokens as usize;
-    let first = request.num_computed_tokens;
-    let token_ids = &mut out.token_ids[start..][..num_tokens];
-    let token_reqs = &mut out.token_reqs[start..][..num_tokens];
-    let positions = &mut out.positions[start..][..num_tokens];
-    let slot_mapping = &mut out.slot_mapping[start..][..num_tokens];
-    let mut num_passed = 0;
-    let mut place = request.open_places[0] + first - request.num_full_pages * page_size;
-    let mut left = (request.num_full_pages + 1) * page_size - first;
-    for j in 0..num_tokens {
-        if left == 0 {
-            num_passed += 1;
-            place = match num_passed {
-                1 => request.open_places[1],
-                _ => {
-                    request.pages[request.num_full_pages as usize + num_passed]
-                        .id()
-                        .0
-                        * page_size
-                }
-            };
-            left = page_size;
-        }
-        token_ids[j] = -1;
-        token_reqs[j] = i as i32;
-        positions[j] = first as i32 + j as i32;
-        slot_mapping[j] = place as i32;
-        place += 1;
-        left -= 1;
+    let num_tokens = if N > 0 { N } else { row.num_tokens as usize };
+    let ids = &mut out.token_ids[start..][..num_tokens];
+    ids.fill(-1);
+    ids[0] = row.last_token;
+    map_tokens(i, row, page_size, start, num_tokens, out);
+}
+
+/// Row, position and place of each token, as far as they lie in the first two pages that are not full.
+#[inline(always)]
+fn map_tokens(
+    i: i32,
+    row: &Row,
+    page_size: u32,
+    start: usize,
+    num_tokens: usize,
+    out: &mut Sections,
+) {
+    let first = row.num_computed_tokens as i32;
+    let num_open = first - (row.num_full_pages * page_size) as i32;
+    let left = page_size as i32 - num_open;
+    let place = row.open_places[0] as i32 + num_open;
+    // Where the second page would have to begin for the tokens in it to follow on from those in the first.
+    let second = row.open_places[1] as i32 - left;
+    out.token_reqs[start..][..num_tokens].fill(i);
+    for (j, position) in (0..).zip(&mut out.positions[start..][..num_tokens]) {
+        *position = first + j;
     }
-    let num_known = num_tokens - row.num_drafts as usize;
-    if num_known == 1 && row.samples {
-        token_ids[0] = request.last_token;
+    for (j, slot) in (0..).zip(&mut out.slot_mapping[start..][..num_tokens]) {
+        *slot = j + if j < left { place } else { second };
+    }
+}
+
+/// Places of a row's tokens beyond the first two pages that are not full.
+#[inline(always)]
+fn map_further_pages<'r>(
+    row: &Row,
+    request_of: impl Fn(&Row) -> &'r Request,
+    page_size: u32,
+    start: usize,
+    out: &mut Sections,
+) {
+    let num_before = (row.num_full_pages + 2) * page_size - row.num_computed_tokens;
+    if row.num_tokens <= num_before {
         return;
     }
-    for (id, &known) in token_ids
-        .iter_mut()
-        .zip(&request.tokens[first as usize..][..num_known])
-    {
-        *id = known;
+    let tokens = start + num_before as usize..start + row.num_tokens as usize;
+    let pages = &request_of(row).pages[row.num_full_pages as usize + 2..];
+    let parts = out.slot_mapping[tokens].chunks_mut(page_size as usize);
+    for (part, page) in parts.zip(pages) {
+        for (slot, place) in part.iter_mut().zip(page.id().0 * page_size..) {
+            *slot = place as i32;
+        }
     }
 }
 

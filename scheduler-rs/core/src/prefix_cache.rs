@@ -1,50 +1,29 @@
 //! Full pages of computed tokens, found again by what they hold.
 //!
 //! A page's hash is a keyed BLAKE3 over its parent's hash and its token ids, cut to 128 bits; the root is keyed with
-//! the request's salt. The hash may cover the token after the page too, for drafters whose entries depend on it. So equal hashes mean equal beginnings under the same salt, and nobody without the key can
-//! construct a collision. Only full pages of committed tokens enter; pages without an owner stay until they are the
+//! the request's salt. The hash may cover the token after the page too, for drafters whose entries depend on it. So
+//! equal hashes mean equal beginnings under the same salt, and nobody without the key can construct a collision. Only full pages of committed tokens enter; pages without an owner stay until they are the
 //! least recently used ones and somebody needs a page. Sizes are in pages.
 
 use crate::ids::{PageId, RequestKey};
 use crate::page_pool::{Page, PagePool};
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
-use std::hash::{BuildHasherDefault, Hash, Hasher};
+use hashbrown::HashTable;
+use hashbrown::hash_table::Entry;
+use std::collections::HashSet;
 
 /// Identity of a page's content and of everything before it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageHash([u64; 2]);
-
-impl Hash for PageHash {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        state.write_u64(self.0[0]);
-    }
-}
 
 impl PageHash {
     fn cut(hash: &blake3::Hash) -> Self {
         let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| hash.as_bytes()[at + i]));
         Self([word(0), word(8)])
     }
-}
 
-/// Page hashes are uniform already, so the table takes a word of them as it is.
-#[derive(Default)]
-struct AsItIs(u64);
-
-impl Hasher for AsItIs {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        for &byte in bytes {
-            self.0 = self.0.rotate_left(8) ^ u64::from(byte);
-        }
-    }
-
-    fn write_u64(&mut self, word: u64) {
-        self.0 = word;
+    /// For the index: the hash is uniform already.
+    fn key(&self) -> u64 {
+        self.0[0]
     }
 }
 
@@ -96,16 +75,22 @@ impl PageHasher {
 
     /// Appends what is hashed of a page.
     fn write(&self, parent: PageHash, tokens: &[i32], out: &mut Vec<u8>) {
-        let start = out.len();
-        // Four bytes an id: the last ones are written over by the next id, and cut off behind the last one.
-        out.resize(start + self.input_len + 4, 0);
-        let to = &mut out[start..];
-        to[..8].copy_from_slice(&parent.0[0].to_le_bytes());
-        to[8..16].copy_from_slice(&parent.0[1].to_le_bytes());
-        for (i, token) in tokens.iter().enumerate() {
-            to[16 + i * self.id_bytes..][..4].copy_from_slice(&token.to_le_bytes());
+        out.extend_from_slice(&parent.0[0].to_le_bytes());
+        out.extend_from_slice(&parent.0[1].to_le_bytes());
+        if self.id_bytes == 4 {
+            out.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+            return;
         }
-        out.truncate(start + self.input_len);
+        let (fours, rest) = tokens.as_chunks::<4>();
+        for four in fours {
+            let word = four
+                .iter()
+                .rfold(0, |word, &token| word << 24 | token as u32 as u128);
+            out.extend_from_slice(&word.to_le_bytes()[..12]);
+        }
+        for token in rest {
+            out.extend_from_slice(&token.to_le_bytes()[..3]);
+        }
     }
 
     fn finish(&self, input: &[u8]) -> PageHash {
@@ -136,7 +121,8 @@ impl HashChain {
 #[derive(Debug)]
 pub struct PrefixCache {
     pool: PagePool<PageHash>,
-    index: HashMap<PageHash, PageId, BuildHasherDefault<AsItIs>>,
+    /// The retained pages by their content, which the pool knows: an entry is a page id alone, so that the table is small.
+    index: HashTable<PageId>,
     hasher: PageHasher,
     page_size: usize,
     /// Pages to be entered.
@@ -158,10 +144,7 @@ impl PrefixCache {
         };
         Self {
             pool: PagePool::new(config.num_pages),
-            index: HashMap::with_capacity_and_hasher(
-                num_entries as usize,
-                BuildHasherDefault::default(),
-            ),
+            index: HashTable::with_capacity(num_entries as usize),
             hasher: PageHasher::new(config),
             page_size: config.page_size as usize,
             filled: Vec::new(),
@@ -186,8 +169,10 @@ impl PrefixCache {
     pub fn allocate(&mut self) -> Option<Page> {
         if self.pool.num_free() == 0 {
             let oldest = self.pool.least_recently_used()?;
-            if let Some(hash) = self.pool.content(oldest) {
-                self.index.remove(&hash);
+            if let Some(hash) = self.pool.content(oldest)
+                && let Ok(entry) = self.index.find_entry(hash.key(), |&id| id == oldest)
+            {
+                entry.remove();
             }
             self.pool.forget(oldest);
         }
@@ -224,7 +209,8 @@ impl PrefixCache {
         self.renew(chain);
         for page in 0..(tokens.len() - 1) / self.page_size {
             let hash = self.hash(chain, salt, tokens, page);
-            match self.index.get(&hash) {
+            let holds = |&id: &PageId| self.pool.content(id) == Some(hash);
+            match self.index.find(hash.key(), holds) {
                 Some(&id) => found.push(id),
                 None => break,
             }
@@ -285,7 +271,14 @@ impl PrefixCache {
         }
         self.unhashed.clear();
         for (hash, id) in self.filled.drain(..) {
-            if let Entry::Vacant(entry) = self.index.entry(hash) {
+            let pool = &self.pool;
+            let content = |&id: &PageId| pool.content(id).unwrap_or_default();
+            let entry = self.index.entry(
+                hash.key(),
+                |other| content(other) == hash,
+                |other| content(other).key(),
+            );
+            if let Entry::Vacant(entry) = entry {
                 entry.insert(id);
                 self.pool.retain(id, hash);
             }
@@ -294,7 +287,7 @@ impl PrefixCache {
 
     /// Forgets all content. Later requests share nothing with earlier ones, also not with those that run on.
     pub fn reset(&mut self) {
-        for (_, id) in self.index.drain() {
+        for id in self.index.drain() {
             self.pool.forget(id);
         }
         self.epoch += 1;
@@ -310,11 +303,12 @@ impl PrefixCache {
         let retained = (0..self.pool.num_pages())
             .filter(|&id| self.pool.is_retained(PageId(id)))
             .count();
+        let mut distinct = HashSet::new();
         retained == self.index.len()
-            && self
-                .index
-                .iter()
-                .all(|(&hash, &id)| self.pool.content(id) == Some(hash))
+            && self.index.iter().all(|&id| {
+                let content = self.pool.content(id);
+                content.is_some_and(|hash| distinct.insert(hash.0))
+            })
     }
 
     fn renew(&self, chain: &mut HashChain) {

@@ -245,11 +245,26 @@ impl Request {
         self.tokens.len() as u32
     }
 
+    /// Appends the first `num_tokens` of `path`.
+    #[inline]
+    pub(crate) fn append(&mut self, path: &[i32], num_tokens: u32) {
+        let len = self.tokens.len() + num_tokens as usize;
+        self.tokens.extend_from_slice(path);
+        self.tokens.truncate(len);
+        if let Some(&last) = self.tokens.last() {
+            self.last_token = last;
+        }
+    }
+
     /// Makes room for what the request can grow to, so that decoding moves no memory; a very long one grows in pieces.
-    pub(crate) fn reserve(&mut self, page_size: u32) {
+    /// Appending needs room for a step's path beyond.
+    pub(crate) fn reserve(&mut self, config: &SchedulerConfig) {
+        let page_size = config.page_size;
+        let path_len = config.num_speculative_tokens as usize + 1;
         let max_len = self.max_len.min(self.len() + MAX_RESERVED_TOKENS);
         let num_pages = max_len.div_ceil(page_size) as usize + 1;
-        self.tokens.reserve(max_len as usize - self.tokens.len());
+        self.tokens
+            .reserve(max_len as usize + path_len - self.tokens.len());
         self.pages
             .reserve(num_pages.saturating_sub(self.pages.len()));
     }

@@ -3,45 +3,39 @@
 use numpy::PyArray1;
 use pyo3::prelude::*;
 
-/// Columns of what a step told the outside; see the stub.
-#[pyclass(frozen, get_all, module = "sonar_engine._scheduler")]
-pub(crate) struct Events {
-    request_ids: Py<PyArray1<i64>>,
-    num_tokens: Py<PyArray1<i32>>,
-    finish: Py<PyArray1<i32>>,
-    stop_tokens: Py<PyArray1<i32>>,
-    num_drafted: Py<PyArray1<i32>>,
-    num_accepted: Py<PyArray1<i32>>,
-    num_cached: Py<PyArray1<i32>>,
-    num_preemptions: Py<PyArray1<i32>>,
-    batch_rows: Py<PyArray1<i32>>,
-    tokens: Py<PyArray1<i32>>,
-}
+/// Columns of what a step told the outside; see the stub. An array is made when it is asked for.
+#[pyclass(frozen, module = "sonar_engine._scheduler")]
+pub(crate) struct Events(pub(crate) sonar_scheduler::Events);
 
-impl Events {
-    /// Copies the columns.
-    pub(crate) fn new(py: Python<'_>, events: &sonar_scheduler::Events) -> Self {
-        let column = |values: &[i32]| PyArray1::from_slice(py, values).unbind();
-        Self {
-            request_ids: PyArray1::from_slice(py, &events.request_ids).unbind(),
-            num_tokens: column(&events.num_tokens),
-            finish: column(&events.finish),
-            stop_tokens: column(&events.stop_tokens),
-            num_drafted: column(&events.num_drafted),
-            num_accepted: column(&events.num_accepted),
-            num_cached: column(&events.num_cached),
-            num_preemptions: column(&events.num_preemptions),
-            batch_rows: column(&events.batch_rows),
-            tokens: column(&events.tokens),
+macro_rules! columns {
+    ($($column:ident: $item:ty),*) => {
+        #[pymethods]
+        impl Events {
+            $(
+                #[getter]
+                fn $column<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<$item>> {
+                    PyArray1::from_slice(py, &self.0.$column)
+                }
+            )*
+
+            fn __len__(&self) -> usize {
+                self.0.len()
+            }
         }
-    }
+    };
 }
 
-#[pymethods]
-impl Events {
-    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
-        self.request_ids.bind(py).as_any().len()
-    }
+columns! {
+    request_ids: i64,
+    num_tokens: i32,
+    finish: i32,
+    stop_tokens: i32,
+    num_drafted: i32,
+    num_accepted: i32,
+    num_cached: i32,
+    num_preemptions: i32,
+    batch_rows: i32,
+    tokens: i32
 }
 
 /// Counts of one moment; see the stub.

@@ -5,7 +5,6 @@ use crate::errors::{config_error, invalid_request, to_py};
 use crate::events::{Events, Stats};
 use numpy::ndarray::ArrayView1;
 use numpy::{PyArray1, PyUntypedArrayMethods};
-use parking_lot::Mutex;
 use pyo3::prelude::*;
 use sonar_runtime::{RuntimeError, SchedulerHandle};
 use sonar_scheduler::{NewRequest, RequestId, SchedulerConfig, StepId, Verdict};
@@ -14,8 +13,6 @@ use sonar_scheduler::{NewRequest, RequestId, SchedulerConfig, StepId, Verdict};
 #[pyclass(frozen, module = "sonar_engine._scheduler")]
 pub(crate) struct Scheduler {
     handle: SchedulerHandle,
-    /// Memory of the last call's events, used again.
-    events: Mutex<sonar_scheduler::Events>,
 }
 
 impl Scheduler {
@@ -29,19 +26,16 @@ impl Scheduler {
         py.detach(|| f(handle)).map_err(|error| to_py(py, &error))
     }
 
-    /// Runs `f`, which adds events, without the interpreter. None: there were none.
+    /// Runs `f`, which adds events, without the interpreter.
     fn collect(
         &self,
         py: Python<'_>,
         f: impl FnOnce(&SchedulerHandle, &mut sonar_scheduler::Events) -> Result<(), RuntimeError>
         + Send,
     ) -> PyResult<Events> {
-        let mut events = std::mem::take(&mut *self.events.lock());
-        events.clear();
-        let result = self.call(py, |handle| f(handle, &mut events));
-        let columns = Events::new(py, &events);
-        *self.events.lock() = events;
-        result.map(|()| columns)
+        let mut events = sonar_scheduler::Events::default();
+        self.call(py, |handle| f(handle, &mut events))?;
+        Ok(Events(events))
     }
 }
 
@@ -128,10 +122,7 @@ impl Scheduler {
             })?,
         };
         let handle = SchedulerHandle::new(config).map_err(|error| to_py(py, &error))?;
-        Ok(Self {
-            handle,
-            events: Mutex::default(),
-        })
+        Ok(Self { handle })
     }
 
     #[getter]
@@ -267,13 +258,8 @@ impl Scheduler {
     }
 
     fn poll(&self, py: Python<'_>) -> PyResult<Option<Events>> {
-        let mut is_empty = true;
-        let events = self.collect(py, |handle, events| {
-            handle.poll(events)?;
-            is_empty = events.is_empty();
-            Ok(())
-        })?;
-        Ok((!is_empty).then_some(events))
+        let events = self.collect(py, SchedulerHandle::poll)?;
+        Ok((!events.0.is_empty()).then_some(events))
     }
 
     fn has_work(&self) -> bool {

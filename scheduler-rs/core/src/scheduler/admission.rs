@@ -196,7 +196,7 @@ impl Scheduler {
             .expect("keys of live requests only");
         self.waiting.remove(&(request.rank, key));
         self.waiting_tokens -= u64::from(request.len());
-        request.reserve(self.config.page_size);
+        request.reserve(&self.config);
         for &id in &self.found {
             request.pages.extend(self.cache.share(id));
         }

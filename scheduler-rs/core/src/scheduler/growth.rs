@@ -52,8 +52,11 @@ impl Scheduler {
             index: request.pages.len() as u32,
             page: page.id(),
         };
+        let num_open = request.pages.len() - request.num_full_pages as usize;
+        if let Some(place) = request.open_places.get_mut(num_open) {
+            *place = page.id().0 * page_size;
+        }
         request.pages.push(page);
-        request.find_open_places(page_size);
         Some(new_page)
     }
 

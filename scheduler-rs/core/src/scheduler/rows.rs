@@ -8,6 +8,9 @@ impl Scheduler {
     /// of rank. `draft_lens` is by slot; empty: none.
     pub(super) fn make_rows(&mut self, draft_lens: &[i32]) {
         let mut step = std::mem::take(&mut self.building);
+        // Over the rows of an earlier step: one that is pushed would be built elsewhere and copied.
+        step.rows.resize(self.running.len(), Row::default());
+        let mut num_rows = 0;
         for &key in &self.running {
             let request = self.request(key);
             if request.is_decoding
@@ -16,16 +19,14 @@ impl Scheduler {
                 let most = draft_lens
                     .get(slot.0 as usize)
                     .map_or(0, |&most| most as u32);
-                step.rows.push(Row {
-                    key,
-                    slot,
-                    num_tokens: 1,
-                    num_drafts: request.draft_limit().min(most),
-                    samples: true,
-                    most_drafts_in_pages: self.most_drafts_in_pages(request),
-                });
+                let row = &mut step.rows[num_rows];
+                row.set(key, slot, request, 1);
+                row.num_drafts = request.draft_limit().min(most);
+                row.most_drafts_in_pages = self.most_drafts_in_pages(request);
+                num_rows += 1;
             }
         }
+        step.rows.truncate(num_rows);
         step.num_decode_reqs = step.rows.len();
         step.num_decode_tokens = step.rows.len() as u32;
         step.num_sampling_reqs = step.num_decode_tokens;
@@ -47,17 +48,11 @@ impl Scheduler {
                 && num_tokens > 0
                 && let Some(slot) = request.slot
             {
-                let samples = num_tokens == num_uncomputed;
-                step.rows.push(Row {
-                    key,
-                    slot,
-                    num_tokens,
-                    num_drafts: 0,
-                    samples,
-                    most_drafts_in_pages: 0,
-                });
+                let mut row = Row::default();
+                row.set(key, slot, request, num_tokens);
+                step.num_sampling_reqs += u32::from(row.samples);
+                step.rows.push(row);
                 step.num_tokens += num_tokens;
-                step.num_sampling_reqs += u32::from(samples);
             }
         }
     }
@@ -91,7 +86,7 @@ impl Scheduler {
     }
 
     /// Takes pages for a row's drafts while there are any. Returns how many drafts they hold.
-    fn take_draft_pages(&mut self, row: &Row, new_pages: &mut Vec<NewPage>) -> u32 {
+    fn take_draft_pages(&mut self, row: &mut Row, new_pages: &mut Vec<NewPage>) -> u32 {
         let num_beyond = 1 + self.config.extra_positions();
         let positions = self.request(row.key).num_computed_tokens + num_beyond + row.num_drafts;
         while self.lacks_pages(self.request(row.key), positions)
@@ -99,8 +94,9 @@ impl Scheduler {
         {
             new_pages.push(new_page);
         }
-        row.num_drafts
-            .min(self.most_drafts_in_pages(self.request(row.key)))
+        let request = self.request(row.key);
+        row.open_places = request.open_places;
+        row.num_drafts.min(self.most_drafts_in_pages(request))
     }
 
     /// Drafts that a request's pages hold beside its next token and what the drafter writes beyond them.
