@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,11 +23,13 @@ class LossyConfig(BaseModel):
 
 class SpeculativeConfig(BaseModel):
     """How to draft. `none` proposes nothing; `ngram` looks the last tokens up in the sequence so far; `draft_model`
-    runs a smaller model of the same vocabulary."""
+    runs a smaller model of the same vocabulary; `oracle` replays known texts, for tests and measurements."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    method: Literal["none", "ngram", "draft_model"] = Field(default="none", description="How tokens are proposed")
+    method: Literal["none", "ngram", "draft_model", "oracle"] = Field(
+        default="none", description="How tokens are proposed"
+    )
     model: str | None = Field(default=None, description="The draft model: known name, folder, .gguf file or hub id")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the draft model's weights and KV cache; auto: as for the target"
@@ -35,6 +37,10 @@ class SpeculativeConfig(BaseModel):
     num_speculative_tokens: int = Field(default=4, ge=1, le=32, description="Most drafts a step")
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
+    oracle_texts: str | None = Field(default=None, description="What the oracle replays: `sonar generate --json` lines")
+    oracle_rates: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(
+        default=(1.0,), min_length=1, description="Probability that the oracle's draft at a position is right"
+    )
     verification: Literal["block", "token"] = Field(
         default="block", description="Lossless rule for sampled drafts of unseeded requests"
     )
@@ -52,6 +58,8 @@ class SpeculativeConfig(BaseModel):
             raise ValueError("method draft_model needs a model")
         if self.method != "draft_model" and self.model is not None:
             raise ValueError(f"method {self.method} has no model; method draft_model has one")
+        if (self.method == "oracle") != (self.oracle_texts is not None):
+            raise ValueError("method oracle and oracle_texts go together; give both or neither")
         return self
 
 

@@ -10,6 +10,7 @@ from sonar_engine.drafters.base import Drafter
 from sonar_engine.drafters.draft_model import DraftModelDrafter
 from sonar_engine.drafters.draft_source import draft_kv_bytes_per_token
 from sonar_engine.drafters.ngram import NgramDrafter
+from sonar_engine.drafters.oracle import OracleDrafter
 from sonar_engine.drafters.plain import PlainDrafter
 from sonar_engine.errors import ConfigError
 
@@ -58,6 +59,7 @@ DRAFTERS: dict[str, DrafterMethod] = {
     "none": DrafterMethod(lambda context: PlainDrafter(), schedule="plain"),
     "ngram": DrafterMethod(NgramDrafter.build, schedule="plain"),
     "draft_model": DrafterMethod(DraftModelDrafter.build, draft_kv_bytes_per_token),
+    "oracle": DrafterMethod(OracleDrafter.build, schedule="plain"),
 }
 
 
