@@ -23,14 +23,17 @@ class LossyConfig(BaseModel):
 
 class SpeculativeConfig(BaseModel):
     """How to draft. `none` proposes nothing; `ngram` looks the last tokens up in the sequence so far; `draft_model`
-    runs a smaller model of the same vocabulary; `oracle` replays known texts, for tests and measurements."""
+    runs a smaller model of the same vocabulary; `mtp` runs a head on the target's hidden states; `oracle` replays
+    known texts, for tests and measurements."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    method: Literal["none", "ngram", "draft_model", "oracle"] = Field(
+    method: Literal["none", "ngram", "draft_model", "mtp", "oracle"] = Field(
         default="none", description="How tokens are proposed"
     )
-    model: str | None = Field(default=None, description="The draft model: known name, folder, .gguf file or hub id")
+    model: str | None = Field(
+        default=None, description="The draft model, or the head's folder: known name, folder, .gguf file or hub id"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the draft model's weights and KV cache; auto: as for the target"
     )
@@ -56,8 +59,8 @@ class SpeculativeConfig(BaseModel):
             )
         if self.method == "draft_model" and self.model is None:
             raise ValueError("method draft_model needs a model")
-        if self.method != "draft_model" and self.model is not None:
-            raise ValueError(f"method {self.method} has no model; method draft_model has one")
+        if self.method not in ("draft_model", "mtp") and self.model is not None:
+            raise ValueError(f"method {self.method} has no model; methods draft_model and mtp have one")
         if (self.method == "oracle") != (self.oracle_texts is not None):
             raise ValueError("method oracle and oracle_texts go together; give both or neither")
         return self

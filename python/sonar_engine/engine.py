@@ -62,10 +62,10 @@ class Engine:
         self.info = info
         self._runner = runner
         self._device = open_device(runner.device) if device is None else device
-        self._scheduler = _build_scheduler(config, runner, info)
+        method = drafter_method(config) if method is None else method
+        self._scheduler = _build_scheduler(config, runner, info, method)
         self._sampling = SamplingState(config.max_num_seqs, info.vocab_size, runner.device, info.eos_token_ids)
         self._statistics = StepStatistics(config.speculative.num_speculative_tokens)
-        method = drafter_method(config) if method is None else method
         self._drafter: Drafter = method.build(DrafterContext(config, self._scheduler, runner, self._sampling))
         self._schedule = SCHEDULES[method.schedule]
         self._machine = self._build_machine()
@@ -341,7 +341,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
     return Engine(config, runner, tokenizer, info)
 
 
-def _build_scheduler(config: EngineConfig, runner: ModelRunner, info: EngineInfo) -> Scheduler:
+def _build_scheduler(config: EngineConfig, runner: ModelRunner, info: EngineInfo, method: DrafterMethod) -> Scheduler:
     return Scheduler(
         page_size=config.page_size,
         num_pages=info.num_pages,
@@ -354,7 +354,7 @@ def _build_scheduler(config: EngineConfig, runner: ModelRunner, info: EngineInfo
         num_speculative_tokens=info.num_speculative_tokens,
         eos_token_ids=np.asarray(info.eos_token_ids, np.int32),
         cache_key=np.random.default_rng().bytes(32),
-        page_hash_covers_next_token=drafter_method(config).needs_hidden != "none",
+        page_hash_covers_next_token=method.needs_hidden != "none",
     )
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from sonar_engine.drafters.base import Draft, Verdict
+from sonar_engine.drafters.draft_chain import ActiveRows, draft_chain
 from sonar_engine.drafters.draft_cursors import DraftCursors
 from sonar_engine.drafters.draft_sampler import DraftSampler
 from sonar_engine.drafters.draft_source import find_draft
@@ -149,26 +150,11 @@ class DraftModelDrafter:
         self._cursors.advance(spans.slots, spans.ends)
 
     def _draft(self, batch: BatchMetadata) -> Draft:
-        num_decode, most = batch.num_decode_reqs, batch.max_draft_tokens
-        device, host = self._runner.device, batch.host
-        lens = host["num_draft_tokens"][:num_decode]
-        slots, known = _slots(batch)[:num_decode], _known_len(batch)[:num_decode]
-        tokens = torch.zeros((num_decode, most), dtype=torch.int32, device=device)
-        probs = None
-        if self._sampler.draws(slots[lens > 0]):
-            probs = torch.empty((num_decode, most, self._vocab_size), dtype=torch.float32, device=device)
-        for step in range(most):
-            active = np.flatnonzero(lens > step)
-            index = torch.from_numpy(active).to(device)
-            if step == 0:
-                logits = self._carried[torch.from_numpy(slots[active]).to(device)]
-            else:
-                spans = Spans(slots[active], known[active] + step - 1, known[active] + step)
-                logits = self._logits(self._forward(spans, tokens[index, step - 1]))
-            tokens[index, step] = self._sampler.choose(logits, slots[active], host["output_pos"][active], step)
-            if probs is not None:
-                probs[index, step] = self._sampler.probs(logits, slots[active])
-        return Draft(tokens, probs)
+        def advance(rows: ActiveRows, tokens: torch.Tensor) -> torch.Tensor:
+            ends = rows.known + rows.step
+            return self._logits(self._forward(Spans(rows.slots, ends - 1, ends), tokens))
+
+        return draft_chain(batch, self._sampler, self._carried, advance)
 
     def _run(self, spans: Spans, samples: np.ndarray, last: torch.Tensor) -> None:
         """Runs over the tokens of `spans` and carries the logits at position last[r] of the rows in `samples`."""

@@ -1,4 +1,4 @@
-"""Choosing draft tokens from a draft model's logits, with the settings of the requests they are for."""
+"""Choosing draft tokens from a draft's logits, with the settings of the requests they are for."""
 
 from __future__ import annotations
 
@@ -30,11 +30,16 @@ class DraftSampler:
     similar distributions then mostly agree (Gumbel coupling, Daliri et al. 2025, arXiv 2408.07978). Other requests
     draw with coins of their own, independent of those that verification uses, and fresh in every step: whether a block
     is accepted may depend on all its drafts, so a later draft at the same position must not see a coin again.
+
+    Logits are [N, W]: of the target's ids, or of the draft's own, fewer ones. Tokens are the target's ids always.
     """
 
-    def __init__(self, state: SamplingState, kernels: CpuKernels | None = None) -> None:
-        """`kernels` as for `Sampler`."""
+    def __init__(
+        self, state: SamplingState, kernels: CpuKernels | None = None, token_map: torch.Tensor | None = None
+    ) -> None:
+        """`kernels` as for `Sampler`; `token_map` as in `Draft`."""
         self._state = state
+        self._token_map = token_map
         self._sampler = Sampler(state.device, kernels)
 
     def draws(self, slots: np.ndarray) -> bool:
@@ -42,7 +47,7 @@ class DraftSampler:
         return bool(((self._state.uses[slots] & (SAMPLED | SEEDED)) == SAMPLED).any())
 
     def choose(self, logits: torch.Tensor, slots: np.ndarray, output_pos: np.ndarray, step: int) -> torch.Tensor:
-        """logits fp32 [N, V] of the rows of `slots` int [N] -> each row's draft number `step`, int32 [N].
+        """logits fp32 [N, W] of the rows of `slots` int [N] -> each row's draft number `step`, int32 [N].
 
         output_pos int [N] is the output position of draft 0; it grows from step to step of a request.
         """
@@ -55,9 +60,16 @@ class DraftSampler:
         fresh, coupled = draft_seeds(own, step), torch.from_numpy(is_seeded).to(state.device)
         seeds = Seeds(torch.where(coupled, own.lo, fresh.lo), torch.where(coupled, own.hi, fresh.hi))
         all_uses = int(np.bitwise_or.reduce(uses, initial=0))
-        return self._sampler.sample(logits, _Rows(all_uses, state.inv_temperature[index], seeds, positions))
+        rows = _Rows(all_uses, state.inv_temperature[index], seeds, positions)
+        if self._token_map is None:
+            return self._sampler.sample(logits, rows)
+        if is_seeded.any():  # noise belongs to the target's ids, so it must meet them
+            wide = logits.new_full((logits.shape[0], state.vocab_size), -torch.inf)
+            wide[:, self._token_map] = logits
+            return self._sampler.sample(wide, rows)
+        return self._token_map[self._sampler.sample(logits, rows)]
 
     def probs(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
-        """The distribution that `choose` draws from, fp32 [N, V]; meaningless in rows of greedy requests."""
+        """The distribution that `choose` draws from, fp32 [N, W]; meaningless in rows of greedy requests."""
         index = torch.from_numpy(slots).to(self._state.device)
         return (logits * self._state.inv_temperature[index, None]).softmax(dim=1)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from sonar_engine.drafters.base import Drafter
 from sonar_engine.drafters.draft_model import DraftModelDrafter
 from sonar_engine.drafters.draft_source import draft_kv_bytes_per_token
+from sonar_engine.drafters.mtp import MtpDrafter
+from sonar_engine.drafters.mtp_source import head_kv_bytes_per_token
 from sonar_engine.drafters.ngram import NgramDrafter
 from sonar_engine.drafters.oracle import OracleDrafter
 from sonar_engine.drafters.plain import PlainDrafter
@@ -59,6 +61,7 @@ DRAFTERS: dict[str, DrafterMethod] = {
     "none": DrafterMethod(lambda context: PlainDrafter(), schedule="plain"),
     "ngram": DrafterMethod(NgramDrafter.build, schedule="plain"),
     "draft_model": DrafterMethod(DraftModelDrafter.build, draft_kv_bytes_per_token),
+    "mtp": DrafterMethod(MtpDrafter.build, head_kv_bytes_per_token, schedule="mtp", needs_hidden="last"),
     "oracle": DrafterMethod(OracleDrafter.build, schedule="plain"),
 }
 

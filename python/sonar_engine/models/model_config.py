@@ -39,7 +39,8 @@ class ModelConfig:
 
     `rope_scaling` is None or `{"kind": "linear" | "llama3" | "yarn", ...parameters in transformers' spelling}`.
     `sliding_window` is the number of tokens a windowed layer sees (itself included); `layer_windows[i]` is that
-    number or None (full attention) for layer i. `generation_defaults` holds what generation_config.json sets of
+    number or None (full attention) for layer i. `num_nextn_predict_layers` further layers in the checkpoint are draft
+    heads that the model was trained with. `generation_defaults` holds what generation_config.json sets of
     temperature, top_k, top_p, min_p and repetition_penalty. `torch_dtype` is the checkpoint's own dtype
     (bfloat16 for quantised GGUF files).
     """
@@ -63,6 +64,7 @@ class ModelConfig:
     qk_norm: bool = False
     sliding_window: int | None = None
     layer_windows: tuple[int | None, ...] = ()
+    num_nextn_predict_layers: int = 0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     torch_dtype: torch.dtype = torch.bfloat16
@@ -80,7 +82,12 @@ class ModelConfig:
         raw = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
-        return _from_hf_dict(raw, generation, str(folder / "config.json"))
+        return cls.from_dict(raw, str(folder / "config.json"), generation)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str, generation: Mapping[str, Any] | None = None) -> ModelConfig:
+        """From the objects in config.json and generation_config.json; `where` names the former in errors."""
+        return _from_hf_dict(raw, generation or {}, where)
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> ModelConfig:
@@ -114,7 +121,7 @@ def unsupported_architecture(found: object, where: str) -> ModelLoadError:
     return ModelLoadError(f"{where}: architecture {found!r} is not supported; supported are {known}")
 
 
-class _Fields:
+class JsonFields:
     """Typed access to one JSON object; every complaint names the file and the key."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
@@ -158,7 +165,7 @@ class _Fields:
 def _from_hf_dict(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
     family = _family(raw, where)
     _refuse_quantised(raw, where)
-    get = _Fields(raw, where)
+    get = JsonFields(raw, where)
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelLoadError(f"{where}: hidden_act {activation!r} is not supported; it must be 'silu'")
@@ -188,8 +195,9 @@ def _from_hf_dict(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         qk_norm=family == "qwen3",
         sliding_window=window,
         layer_windows=layer_windows,
+        num_nextn_predict_layers=get.integer("num_nextn_predict_layers", default=0, least=0, most=MAX_LAYERS),
         bos_token_id=next(iter(get.ids("bos_token_id")), None),
-        eos_token_ids=_eos_ids(get, _Fields(generation, "generation_config.json")),
+        eos_token_ids=_eos_ids(get, JsonFields(generation, "generation_config.json")),
         torch_dtype=_dtype(raw, where),
         generation_defaults=_generation_defaults(generation),
     )
@@ -217,7 +225,7 @@ def _refuse_quantised(raw: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _head_dim(get: _Fields, family: str, hidden_size: int, num_heads: int) -> int:
+def _head_dim(get: JsonFields, family: str, hidden_size: int, num_heads: int) -> int:
     if get.raw.get("head_dim") is not None:
         return get.integer("head_dim")
     if family == "qwen3":
@@ -239,9 +247,9 @@ def _rope(raw: Mapping[str, Any], max_position_embeddings: int, where: str) -> t
             raise ModelLoadError(f"{where}: {key} must be an object, not {value!r}")
     merged = {**scaling, **parameters}
     merged.setdefault("rope_theta", raw.get("rope_theta"))
-    theta = _Fields(merged, where).number("rope_theta", 10000.0)
+    theta = JsonFields(merged, where).number("rope_theta", 10000.0)
     merged.setdefault("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if _Fields(merged, where).number("partial_rotary_factor", 1.0) != 1.0:
+    if JsonFields(merged, where).number("partial_rotary_factor", 1.0) != 1.0:
         raise ModelLoadError(f"{where}: partial_rotary_factor other than 1 is not supported")
     merged.setdefault("original_max_position_embeddings", raw.get("original_max_position_embeddings"))
     return theta, rope_scaling_of(merged, max_position_embeddings, where)
@@ -255,7 +263,7 @@ def rope_scaling_of(parameters: Mapping[str, Any], max_position_embeddings: int,
     if not isinstance(kind, str) or kind not in _ROPE_KINDS:
         raise ModelLoadError(f"{where}: rope scaling {kind!r} is not supported; supported are {', '.join(_ROPE_KINDS)}")
     required, optional = _ROPE_KINDS[kind]
-    get = _Fields(parameters, where)
+    get = JsonFields(parameters, where)
     result: dict[str, Any] = {"kind": kind}
     for key in required:
         if key == "original_max_position_embeddings":
@@ -269,7 +277,7 @@ def rope_scaling_of(parameters: Mapping[str, Any], max_position_embeddings: int,
 
 
 def _windows(
-    raw: Mapping[str, Any], get: _Fields, family: str, num_layers: int
+    raw: Mapping[str, Any], get: JsonFields, family: str, num_layers: int
 ) -> tuple[int | None, tuple[int | None, ...]]:
     """The window, and for each layer the window or None.
 
@@ -292,7 +300,7 @@ def _windows(
     return window, tuple(window if t == "sliding_attention" else None for t in types)
 
 
-def _eos_ids(config: _Fields, generation: _Fields) -> tuple[int, ...]:
+def _eos_ids(config: JsonFields, generation: JsonFields) -> tuple[int, ...]:
     """generation_config.json adds to config.json: chat models often end a turn with a token only the former names."""
     return tuple(dict.fromkeys((*generation.ids("eos_token_id"), *config.ids("eos_token_id"))))
 

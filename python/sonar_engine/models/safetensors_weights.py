@@ -23,8 +23,10 @@ _BLOCK_BYTES = 64 << 20
 class SafetensorsCheckpoint:
     """Opens every shard and knows every shape; data is read through the mapping on demand."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, id_tables: frozenset[str] = frozenset()) -> None:
+        """`id_tables` names tensors of int64; all others are floats."""
         folder = Path(folder)
+        self._id_tables = id_tables
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._shard_of: dict[str, Any] = {}
         self._stack = ExitStack()
@@ -64,9 +66,10 @@ class SafetensorsCheckpoint:
             if name in self.shapes:
                 raise ModelLoadError(f"{path}: tensor {name!r} is in another shard too")
             view = file.get_slice(name)
-            if view.get_dtype() not in _FLOATS:
+            dtypes = ("I64",) if name in self._id_tables else _FLOATS
+            if view.get_dtype() not in dtypes:
                 raise ModelLoadError(
-                    f"{path}: tensor {name!r} has dtype {view.get_dtype()}; supported are {', '.join(_FLOATS)}"
+                    f"{path}: tensor {name!r} has dtype {view.get_dtype()}; supported are {', '.join(dtypes)}"
                 )
             self.shapes[name] = tuple(view.get_shape())
             self._shard_of[name] = file

@@ -41,11 +41,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
     for layer in range(config.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config).items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config).items()}
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> dict[str, Shape]:
+def layer_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """The tensors of one layer, by their names within it."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, Shape] = {
@@ -81,9 +82,11 @@ def load_weights(
     A tied head has no entry of its own. Raises ModelLoadError for a damaged file and, in one message, for missing,
     unknown and misshapen tensors. Beside the result at most one tensor's block is held.
     """
-    with _open(Path(model_path), config) as checkpoint:
+    with open_checkpoint(Path(model_path), config) as checkpoint:
         expected = expected_shapes(config)
-        _check_names(expected, checkpoint.shapes, config, str(model_path))
+        optional = {HEAD: expected[EMBEDDING]} if config.tie_word_embeddings else {}
+        found = {name: shape for name, shape in checkpoint.shapes.items() if not _is_of_draft_heads(name, config)}
+        check_tensors(expected, optional, found, f"{model_path}: tensors do not fit this {config.family} configuration")
         total = sum(torch.Size(shape).numel() for shape in expected.values())
         weights: dict[str, torch.Tensor] = {}
         done = 0
@@ -99,7 +102,20 @@ def load_weights(
     return weights
 
 
-def _open(path: Path, config: ModelConfig) -> Checkpoint:
+def load_output_rows(
+    model_path: str | Path, config: ModelConfig, ids: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """The rows `ids` int64 [N], on the CPU, of the output matrix (the embedding where it is tied), [N, H]."""
+    with open_checkpoint(Path(model_path), config) as checkpoint:
+        rows = torch.empty((len(ids), config.hidden_size), dtype=dtype, device=device)
+        for first, block in checkpoint.read(EMBEDDING if config.tie_word_embeddings else HEAD):
+            inside = (ids >= first) & (ids < first + block.shape[0])
+            rows[inside.to(device)] = block[ids[inside] - first].to(device, dtype)
+    return rows
+
+
+def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
+    """A folder of safetensors or a .gguf file; close it, or use it as a context."""
     if path.suffix == ".gguf":
         from sonar_engine.models.gguf_weights import GgufCheckpoint
 
@@ -109,10 +125,21 @@ def _open(path: Path, config: ModelConfig) -> Checkpoint:
     return SafetensorsCheckpoint(path)
 
 
-def _check_names(expected: Mapping[str, Shape], found: Mapping[str, Shape], config: ModelConfig, where: str) -> None:
-    allowed = dict(expected)
-    if config.tie_word_embeddings:
-        allowed[HEAD] = expected[EMBEDDING]
+def draft_head_prefix(config: ModelConfig, index: int) -> str:
+    """What the tensors of draft head `index` (from 0) are called before their own names."""
+    return f"model.layers.{config.num_layers + index}."
+
+
+def _is_of_draft_heads(name: str, config: ModelConfig) -> bool:
+    heads = tuple(draft_head_prefix(config, index) for index in range(config.num_nextn_predict_layers))
+    return name.startswith(heads)
+
+
+def check_tensors(
+    expected: Mapping[str, Shape], optional: Mapping[str, Shape], found: Mapping[str, Shape], complaint: str
+) -> None:
+    """Raises ModelLoadError that begins with `complaint` and names missing, unknown and misshapen tensors."""
+    allowed = {**expected, **optional}
     missing = [name for name in expected if name not in found]
     unknown = [name for name in found if name not in allowed]
     misshapen = [
@@ -126,7 +153,7 @@ def _check_names(expected: Mapping[str, Shape], found: Mapping[str, Shape], conf
         if names
     ]
     if complaints:
-        raise ModelLoadError(f"{where}: tensors do not fit this {config.family} configuration: {'; '.join(complaints)}")
+        raise ModelLoadError(f"{complaint}: {'; '.join(complaints)}")
 
 
 def _some(names: list[str]) -> str:

@@ -1,0 +1,189 @@
+"""Speculation with an MTP head: a small module behind the target's last hidden state (DeepSeek-V3, arXiv 2412.19437).
+
+The head's entry at position i comes from the target's hidden state there and the token at i + 1. After every step,
+whatever kind of batch it was, the head runs over all rows of the target's batch with the target's hidden states, the
+tokens one to the left: so its keys and values are complete wherever the target's are, and never come from its own
+features for longer than the step that drafted with them. The row of the last accepted draft is carried by slot: its
+logits are those of the next step's first draft, its feature the input of the second.
+
+A step drafts k tokens in k - 1 passes of the head over its own features. On a device the head runs over rejected drafts
+too, with the batch metadata that the target has used, and waits for nothing; a CPU leaves them out.
+
+After a step that was reverted behind its `ingest` the carried row may be one of that step. The next draft is then a
+poor one, once, and is verified like any other.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from sonar_kernels import copy_rows, shift_tokens
+
+from sonar_engine.attention.base import Attention
+from sonar_engine.attention.select import select_attention
+from sonar_engine.device import to_device
+from sonar_engine.drafters.base import Draft, Verdict
+from sonar_engine.drafters.draft_chain import ActiveRows, draft_chain
+from sonar_engine.drafters.draft_sampler import DraftSampler
+from sonar_engine.drafters.mtp_checkpoint import load_head
+from sonar_engine.drafters.mtp_head import HeadStates, MtpHead
+from sonar_engine.drafters.mtp_source import find_head
+from sonar_engine.drafters.span_batch import Spans, span_batch
+from sonar_engine.kv_cache import KvCache, allocate_layers
+from sonar_engine.models.registry import resolve_model
+from sonar_engine.models.weights import load_output_rows
+from sonar_engine.step_buffers import BatchMetadata
+
+if TYPE_CHECKING:
+    from sonar_engine.config import EngineConfig
+    from sonar_engine.drafters.registry import DrafterContext
+    from sonar_engine.layers.base import Linear
+    from sonar_engine.model_runner import ModelRunner
+
+
+class MtpDrafter:
+    """Batches of all rows in every pass, without Python a request."""
+
+    needs_hidden: Literal["last"] = "last"
+    runs_on: Literal["all"] = "all"
+
+    def __init__(
+        self,
+        head: MtpHead,
+        target: ModelRunner,
+        config: EngineConfig,
+        *,
+        kv_cache: KvCache,
+        attention: Attention,
+        output: Linear,
+        sampler: DraftSampler,
+        token_map: torch.Tensor | None = None,
+    ) -> None:
+        """`kv_cache` has the head's layers over the target's pages, `attention` attends over them.
+
+        `output` turns states [N, H] into logits fp32 [N, W]; `token_map` int32 [W] as in `Draft`.
+        """
+        device, max_num_seqs = target.device, config.max_num_seqs
+        self._head = head
+        self._kv_cache = kv_cache
+        self._attention = attention
+        self._output = output
+        self._sampler = sampler
+        self._token_map = token_map
+        self._embedding = target.model.embedding
+        self._lens = np.full(max_num_seqs, config.speculative.num_speculative_tokens, np.int32)
+        self._speculates = np.zeros(max_num_seqs, np.bool_)
+        # Carried by slot: what the head said at the position before the sequence's last token.
+        self._features = torch.zeros((max_num_seqs, target.config.hidden_size), dtype=target.dtype, device=device)
+        self._logits = torch.zeros((max_num_seqs, output.out_features), dtype=torch.float32, device=device)
+        self._compacts = device.type == "cpu"
+
+    @classmethod
+    def build(cls, context: DrafterContext) -> MtpDrafter:
+        """Loads the head beside the target. Raises ConfigError or ModelLoadError."""
+        target, config = context.runner, context.config
+        resolved = resolve_model(config.model)
+        files = find_head(config, resolved)
+        plan, block = target.kv_cache.plan, files.config.block
+        loaded = load_head(
+            files,
+            resolved.path,
+            target.config,
+            max_positions=plan.reserved_len,
+            dtype=target.dtype,
+            device=target.device,
+        )
+        loaded.head.pack(target.ops)
+        kv_cache = KvCache(plan, allocate_layers(plan, block, target.dtype, target.device), target.page_table)
+        _, attention = select_attention(config, block, kv_cache, target.ops)
+        output, token_map = target.model.output, loaded.token_map
+        if token_map is not None:
+            rows = load_output_rows(resolved.path, target.config, token_map.cpu().long(), target.dtype, target.device)
+            output = target.ops.linear(rows, None, out_dtype=torch.float32)
+        sampler = DraftSampler(context.sampling, target.cpu_kernels, token_map)
+        return cls(
+            loaded.head,
+            target,
+            config,
+            kv_cache=kv_cache,
+            attention=attention,
+            output=output,
+            sampler=sampler,
+            token_map=token_map,
+        )
+
+    @property
+    def kv_layers(self) -> int:
+        return len(self._kv_cache.layers)
+
+    def draft_lens(self) -> np.ndarray | None:
+        return self._lens
+
+    def admit(self, slot: int, request_id: int, speculate: int) -> None:
+        self._speculates[slot] = speculate > 0
+
+    def propose(self, batch: BatchMetadata) -> Draft | None:
+        if batch.num_drafts == 0:
+            return None
+        features = self._features[batch.slots[: batch.num_decode_reqs]]  # [D, H]
+
+        def advance(rows: ActiveRows, tokens: torch.Tensor) -> torch.Tensor:
+            # The pass for draft `step` pairs the last known feature's successor with draft `step` - 1.
+            positions = rows.known + rows.step - 2
+            pass_batch = self._span_batch(Spans(rows.slots, positions, positions + 1))
+            states = self._run(pass_batch, tokens, features[rows.index])
+            features[rows.index] = states.features
+            return self._output(states.for_logits)
+
+        return draft_chain(batch, self._sampler, self._logits, advance, self._token_map)
+
+    def ingest(self, batch: BatchMetadata, hidden: torch.Tensor, verdict: Verdict) -> None:
+        tokens = shift_tokens(
+            batch.token_ids,
+            batch.token_reqs,
+            batch.qo_indptr,
+            batch.sample_indptr,
+            batch.next_prompt_token,
+            verdict.tokens,
+        )
+        # The row of the last accepted draft, or of the last known token; of no meaning in rows that do not sample.
+        last = batch.qo_indptr[1:] - batch.num_draft_tokens - 2 + verdict.num_emitted
+        if self._compacts and batch.num_drafts > 0:
+            kept, accepted = self._without_rejected(batch, last)
+            states = self._run(accepted, tokens[kept], hidden[kept])
+            last = accepted.qo_indptr[1:] - 1
+        else:
+            states = self._run(batch, tokens, hidden)
+        self._carry(batch, states, last)
+
+    def _without_rejected(self, batch: BatchMetadata, last: torch.Tensor) -> tuple[torch.Tensor, BatchMetadata]:
+        """The tokens up to `last` int32 [R] of rows that sample, all of others: which they are, and their batch."""
+        host = batch.host
+        samples = np.diff(host["sample_indptr"]) > 0
+        ends = np.where(samples, last.numpy() + 1, host["qo_indptr"][1:])
+        kept = np.flatnonzero(np.arange(batch.num_tokens) < ends[host["token_reqs"]])
+        starts = host["num_computed_tokens"].astype(np.int64)
+        spans = Spans(host["slots"].astype(np.int64), starts, starts + ends - host["qo_indptr"][:-1])
+        return torch.from_numpy(kept), self._span_batch(spans)
+
+    def _carry(self, batch: BatchMetadata, states: HeadStates, last: torch.Tensor) -> None:
+        """Row `last` int32 [R] of what the head gave, by slot, for rows that may draft in the next step."""
+        host = batch.host
+        rows = np.flatnonzero((np.diff(host["sample_indptr"]) > 0) & self._speculates[host["slots"]])
+        if len(rows) == 0:
+            return
+        index = to_device(rows, last.device)
+        last, slots = last[index], batch.slots[index]
+        copy_rows(states.features, last, self._features, slots)
+        self._logits[slots] = self._output(states.for_logits[last])
+
+    def _run(self, batch: BatchMetadata, tokens: torch.Tensor, features: torch.Tensor) -> HeadStates:
+        """One pass of the head: tokens int32 [T] at positions + 1, features [T, H]."""
+        self._attention.begin(batch)
+        embeddings = self._embedding.index_select(0, tokens)
+        return self._head(embeddings, features, batch.positions, self._attention.forward)
+
+    def _span_batch(self, spans: Spans) -> BatchMetadata:
+        return span_batch(spans, self._kv_cache.page_table, self._kv_cache.plan.page_size)

@@ -1,0 +1,410 @@
+"""MTP heads beside the target: keys, values and carried rows are right after every event, and no token changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import BuildEngine
+from sonar_engine.drafters.base import Verdict
+from sonar_engine.drafters.mtp import MtpDrafter
+from sonar_engine.drafters.mtp_checkpoint import load_head, read_head_config
+from sonar_engine.drafters.mtp_config import HeadNorms
+from sonar_engine.drafters.mtp_head import MtpHead
+from sonar_engine.engine import Engine
+from sonar_engine.models.model_config import ModelConfig
+from sonar_engine.step_buffers import BatchMetadata
+from sonar_engine.types import Completion, SamplingParams
+from test_engine import ids, make_prompts
+from tiny_heads import WINDOW, WholeSequence, make_copied_head, make_head
+from tiny_models import transformers_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
+UNSEEDED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
+OFF = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, speculative_enabled=False)
+TORCH = {"attention_backend": "torch", "linear_backend": "torch"}
+
+
+def drafting(head: Path, k: int = 3, **fields: Any) -> dict[str, Any]:
+    return {"method": "mtp", "model": str(head), "num_speculative_tokens": k, **fields}
+
+
+def drafter_of(engine: Engine) -> MtpDrafter:
+    drafter = engine._drafter
+    assert isinstance(drafter, MtpDrafter)
+    return drafter
+
+
+def limit_drafts(engine: Engine, limit: Callable[[int], int]) -> None:
+    """Step n of the engine drafts at most `limit(n)` tokens a row, as a policy of draft lengths would have it."""
+    drafter, steps = drafter_of(engine), iter(range(1_000_000))
+    lens = drafter._lens
+    drafter.draft_lens = lambda: np.minimum(lens, limit(next(steps))).astype(np.int32)  # type: ignore[method-assign]
+
+
+def branching_prompts() -> list[list[int]]:
+    """Beginnings that are shared up to a page, with different tokens behind it, or the same ones."""
+    rng = np.random.default_rng(5)
+    trunk, branches = rng.integers(3, 320, 8).tolist(), rng.integers(3, 320, (3, 7)).tolist()
+    return [trunk + branch + [index] for branch in branches for index in (40, 41)] + [trunk, trunk[:5]]
+
+
+def some_map(vocab_size: int = 320, size: int = 100) -> torch.Tensor:
+    """Ids in no order."""
+    return torch.randperm(vocab_size, generator=torch.Generator().manual_seed(2))[:size].to(torch.int32)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "two layers": {"num_layers": 2},
+    "raw features": {"next_feature": "raw"},
+    "no norms": {"norms": HeadNorms(False, False, False, False, False), "fusion_bias": True},
+    "fewer ids": {"token_map": some_map()},
+}
+
+
+@pytest.fixture(scope="module")
+def head_folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("heads")
+    return {name: make_head(tiny_folder, folder / name.replace(" ", "_"), **HEADS[name]) for name in HEADS}
+
+
+# What the head holds after every step, against the head over the whole sequence at once.
+
+
+@dataclass
+class Snapshot:
+    """Of one row after a step: keys and values of `length` positions a layer [L, 2, length, Hkv, D]."""
+
+    request_id: int
+    length: int
+    keys_and_values: torch.Tensor
+    carried: tuple[torch.Tensor, torch.Tensor] | None  # feature [H], logits [W], of position length - 1
+
+
+class Watch:
+    """Takes a snapshot of every row after every step of an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.drafter = engine, drafter_of(engine)
+        self.snapshots: list[Snapshot] = []
+        self.texts: dict[int, list[int]] = {}
+        self._owners: dict[int, tuple[int, bool]] = {}  # slot -> request id, whether it speculates
+        self._ran: list[tuple[int, int, bool]] = []  # slot, tokens computed, whether it sampled
+        self.num_samples = 0
+        self._admit, self._ingest = self.drafter.admit, self.drafter.ingest
+        self.drafter.admit = self.admit  # type: ignore[method-assign]
+        self.drafter.ingest = self.ingest  # type: ignore[method-assign]
+
+    def admit(self, slot: int, request_id: int, speculate: int) -> None:
+        self._admit(slot, request_id, speculate)
+        self._owners[slot] = request_id, speculate > 0
+
+    def ingest(self, batch: BatchMetadata, hidden: torch.Tensor, verdict: Verdict) -> None:
+        self._ingest(batch, hidden, verdict)
+        host, num_emitted = batch.host, verdict.num_emitted.tolist()
+        for row, slot in enumerate(host["slots"].tolist()):
+            known = int(host["kv_len"][row] - host["num_draft_tokens"][row])
+            computed = known + max(num_emitted[row] - 1, 0)
+            self._take(slot, computed, num_emitted[row] > 0)
+
+    def _take(self, slot: int, computed: int, samples: bool) -> None:
+        drafter = self.drafter
+        request_id, speculates = self._owners[slot]
+        layers, table = drafter._kv_cache.layers, drafter._kv_cache.page_table
+        page_size = drafter._kv_cache.plan.page_size
+        positions = torch.arange(computed)
+        pages, offsets = table[slot][positions // page_size].long(), positions % page_size
+        entries = torch.stack([layer[pages, :, offsets].transpose(0, 1) for layer in layers])
+        carried = None
+        if samples and speculates:
+            carried = drafter._features[slot].clone(), drafter._logits[slot].clone()
+        self.snapshots.append(Snapshot(request_id, computed, entries.clone(), carried))
+
+    def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], gap: int = 0) -> None:
+        """Submits a prompt every `gap` steps and runs to the end."""
+        first = 1 + max(self.texts, default=0)
+        for request_id, (prompt, each) in enumerate(zip(prompts, params, strict=True), start=first):
+            self.texts[request_id] = list(prompt)
+            self.engine.submit(request_id, prompt, each)
+            for _ in range(gap):
+                self.step()
+        while self.engine.has_work():
+            self.step()
+
+    def step(self) -> None:
+        events = self.engine.step()
+        if events is None:
+            return
+        tokens = np.frombuffer(events.tokens, np.int32).tolist()
+        counts = np.frombuffer(events.num_tokens, np.int32).tolist()
+        for request_id, count in zip(np.frombuffer(events.request_ids, np.int64).tolist(), counts, strict=True):
+            self.texts[request_id] += tokens[:count]
+            del tokens[:count]
+
+    def check(self, head: MtpHead, token_map: torch.Tensor | None, target: Path) -> None:
+        """Every snapshot equals the head over the final text with the target's hidden states, up to rounding.
+
+        An entry depends on no later token than the next one, so one pass over the text serves all its snapshots. The
+        last entries of a request that stopped inside a block depend on tokens it did not keep.
+        """
+        reference = transformers_model(target)
+        by_request: dict[int, list[Snapshot]] = {}
+        for snapshot in self.snapshots:
+            by_request.setdefault(snapshot.request_id, []).append(snapshot)
+        for request_id, snapshots in by_request.items():
+            text = torch.tensor(self.texts[request_id])
+            with torch.no_grad():
+                hidden = reference.model(text[None]).last_hidden_state[0]
+                embeddings = reference.get_input_embeddings()(text)
+                whole = WholeSequence([], [])
+                states = head(embeddings[1:], hidden[:-1], torch.arange(len(text) - 1, dtype=torch.int32), whole)
+                logits = reference.lm_head(states.for_logits)
+            logits = logits if token_map is None else logits[:, token_map]
+            keys_and_values = torch.stack([torch.stack(pair) for pair in zip(whole.keys, whole.values, strict=True)])
+            for snapshot in snapshots:
+                length = min(snapshot.length, len(text) - 1)
+                close(snapshot.keys_and_values[:, :, :length], keys_and_values[:, :, :length])
+                if snapshot.carried is not None and length == snapshot.length:
+                    close(snapshot.carried[0], states.features[length - 1])
+                    close(snapshot.carried[1], logits[length - 1])
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+def loaded(head: Path, target: Path) -> tuple[MtpHead, torch.Tensor | None]:
+    files = read_head_config(head)
+    result = load_head(files, target, ModelConfig.load(target), max_positions=300, dtype=torch.float32)
+    return result.head, result.token_map
+
+
+EVENTS: dict[str, dict[str, Any]] = {
+    "one step prompts": {},
+    "chunked prompts": {"max_num_batched_tokens": 23},
+    "few pages and chunks": {"kv_cache_tokens": 300, "max_num_batched_tokens": 31},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "planned ahead": {"plan_ahead": True},
+    "torch": TORCH,
+    "wide pages": {"page_size": 16},
+}
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "whole batches"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_head_is_right_after_every_step(
+    build_tiny: BuildEngine, tiny_folder: Path, head_folders: dict[str, Path], event: str, compact: bool
+) -> None:
+    engine = build_tiny(speculative=drafting(head_folders["default"]), **EVENTS[event])
+    drafter_of(engine)._compacts = compact
+    watch = Watch(engine)
+    prompts = make_prompts(10) + branching_prompts()
+    each = [(GREEDY, SEEDED, OFF, UNSEEDED)[index % 4] for index in range(len(prompts))]
+    watch.run(prompts, each)
+    watch.run(prompts[::-1], each, gap=1)
+    watch.check(*loaded(head_folders["default"], tiny_folder), tiny_folder)
+    stats = engine.stats()
+    assert stats.num_draft_tokens > 300
+    assert ("few pages" in event) == (stats.num_preemptions > 0)
+    assert (stats.prefix_hits > 100) == (event != "no prefix cache")
+
+
+@pytest.mark.parametrize("kind", [name for name in HEADS if name != "default"])
+def test_every_kind_of_head_is_right_after_every_step(
+    build_tiny: BuildEngine, tiny_folder: Path, head_folders: dict[str, Path], kind: str
+) -> None:
+    engine = build_tiny(speculative=drafting(head_folders[kind]), max_num_batched_tokens=48)
+    watch = Watch(engine)
+    prompts = make_prompts(6)
+    watch.run(prompts, [(GREEDY, SEEDED, UNSEEDED)[index % 3] for index in range(len(prompts))])
+    watch.check(*loaded(head_folders[kind], tiny_folder), tiny_folder)
+    assert engine.stats().num_draft_tokens > 100
+
+
+@pytest.mark.parametrize("period", [1, 4])
+def test_draft_lengths_of_three_then_none_then_three_leave_the_head_right(
+    build_tiny: BuildEngine, tiny_folder: Path, head_folders: dict[str, Path], period: int
+) -> None:
+    engine = build_tiny(speculative=drafting(head_folders["default"]), max_num_batched_tokens=64)
+    limit_drafts(engine, lambda step: 3 if step // period % 2 == 0 else 0)
+    watch = Watch(engine)
+    watch.run(make_prompts(8), [GREEDY, SEEDED] * 4, gap=1)
+    watch.check(*loaded(head_folders["default"], tiny_folder), tiny_folder)
+    assert engine.stats().num_draft_tokens > 50
+
+
+# The same tokens, whatever the head proposes.
+
+
+@pytest.fixture(scope="module")
+def plain_results() -> dict[str, list[Completion]]:
+    """Each setting's completions one request at a time, without speculation."""
+    return {}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "calm": {},
+    "chunks": {"max_num_batched_tokens": 23},
+    "preempted": {"kv_cache_tokens": 300},
+    "torch": TORCH,
+}
+
+
+@pytest.mark.parametrize("kind", ["default", "fewer ids"])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_head_changes_no_token(  # noqa: PLR0917
+    build_tiny: BuildEngine,
+    head_folders: dict[str, Path],
+    plain_results: dict[str, list[Completion]],
+    kind: str,
+    k: int,
+    variant: str,
+) -> None:
+    engine = build_tiny(speculative=drafting(head_folders[kind], k), **VARIANTS[variant])
+    prompts = make_prompts(16)
+    for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
+        key = f"{name} {'torch' if variant == 'torch' else 'native'}"
+        if key not in plain_results:
+            plain = build_tiny(**(TORCH if variant == "torch" else {}))
+            plain_results[key] = [plain.generate([prompt], params)[0] for prompt in prompts]
+        expected = ids(plain_results[key])
+        for _ in range(2):  # cold, then with whatever the prefix cache holds
+            assert ids(engine.generate(prompts, params)) == expected
+        assert [engine.generate([prompt], params)[0].token_ids for prompt in prompts[:4]] == expected[:4]
+    stats = engine.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert (stats.num_preemptions > 0) == (variant == "preempted")
+
+
+# A head that always predicts right: a target of one windowed layer and a copy of that layer as the head.
+
+
+@pytest.fixture(scope="module")
+def perfect(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_copied_head(tmp_path_factory.mktemp("perfect"))
+
+
+def long_prompts(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(3, 320, WINDOW + 1 + int(rng.integers(40))).tolist() for _ in range(count)]
+
+
+def assert_all_accepted(completions: Sequence[Completion]) -> None:
+    drafted = [completion.metrics.speculation.num_draft_tokens for completion in completions]
+    accepted = [completion.metrics.speculation.num_accepted_draft_tokens for completion in completions]
+    assert min(drafted) > 0
+    assert accepted == drafted
+
+
+@pytest.mark.parametrize("compact", [True, False], ids=["compact", "whole batches"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_perfect_head_is_always_accepted(
+    build_tiny: BuildEngine, perfect: tuple[Path, Path], event: str, compact: bool
+) -> None:
+    target, head = perfect
+    engine = build_tiny(model=str(target), speculative=drafting(head, 4), **EVENTS[event])
+    drafter_of(engine)._compacts = compact
+    prompts = long_prompts(8) + [[*prompt, 41] for prompt in long_prompts(4)]
+    for params in (GREEDY, SEEDED):
+        for _ in range(2):
+            assert_all_accepted(engine.generate(prompts, params))
+    assert ("few pages" in event) == (engine.stats().num_preemptions > 0)
+
+
+def test_a_perfect_head_gives_k_plus_one_tokens_a_step(build_tiny: BuildEngine, perfect: tuple[Path, Path]) -> None:
+    target, head = perfect
+    engine = build_tiny(model=str(target), speculative=drafting(head, 4))
+    params = SamplingParams(temperature=0.0, max_tokens=41, ignore_eos=True)
+    (completion,) = engine.generate(long_prompts(1), params)
+    assert completion.metrics.speculation.mean_acceptance_length == 5
+
+
+def test_ids_of_its_own_do_not_keep_a_perfect_head_from_being_accepted(build_tiny: BuildEngine, tmp_path: Path) -> None:
+    """Also where seeded drafts take the target's noise, which belongs to the target's ids."""
+    token_map = some_map(size=320)
+    target, head = make_copied_head(tmp_path, token_map=token_map)
+    engine = build_tiny(model=str(target), speculative=drafting(head, 4))
+    assert torch.equal(drafter_of(engine)._token_map, token_map)  # type: ignore[arg-type]
+    prompts = long_prompts(12)
+    each = [(GREEDY, SEEDED)[index % 2] for index in range(len(prompts))]
+    assert_all_accepted(engine.generate(prompts, each))
+    engine.generate(prompts, UNSEEDED)
+    stats = engine.stats()
+    assert stats.num_accepted_tokens >= 0.995 * stats.num_draft_tokens
+
+
+def test_a_step_that_fails_leaves_the_head_right(build_tiny: BuildEngine, perfect: tuple[Path, Path]) -> None:
+    """Before `ingest` nothing has changed; behind it the next draft may be poor, once."""
+    target, head = perfect
+    engine = build_tiny(model=str(target), speculative=drafting(head, 4), max_num_batched_tokens=32)
+    verifier = engine._machine.verifier
+    verify, calls = verifier.verify, iter(range(1_000_000))
+
+    def verify_and_fail(*arguments: Any) -> Any:
+        result = verify(*arguments)
+        if next(calls) % 3 == 2:
+            raise RuntimeError("as told")
+        return result
+
+    verifier.verify = verify_and_fail  # type: ignore[method-assign]
+    for request_id, prompt in enumerate(long_prompts(9), start=1):
+        engine.submit(request_id, prompt, GREEDY)
+    failures = 0
+    while engine.has_work():
+        try:
+            engine.step()
+        except RuntimeError:
+            failures += 1
+    stats = engine.stats()
+    assert failures > 5
+    assert 0 < stats.num_draft_tokens == stats.num_accepted_tokens
+
+
+# The law of unseeded requests.
+
+
+@pytest.mark.parametrize("token_map", [None, torch.tensor([6, 1, 0, 7, 3], dtype=torch.int32)], ids=["all", "some"])
+def test_unseeded_drafts_of_a_head_leave_the_targets_law(
+    build_tiny: BuildEngine, tiny_folder: Path, tmp_path: Path, token_map: torch.Tensor | None
+) -> None:
+    """The first three tokens of 8 ids, two of them drafted, against the target's own probabilities, by chi-square."""
+    target, head = make_copied_head(tmp_path, token_map=token_map, noise=0.4, vocab_size=8)
+    engine = build_tiny(
+        model=str(target),
+        tokenizer=str(tiny_folder),
+        speculative=drafting(head),
+        max_num_seqs=128,
+        max_num_batched_tokens=2048,
+    )
+    params = SamplingParams(temperature=2.0, max_tokens=5, ignore_eos=True)
+    num_runs, prompt = 12_800, [3, 1, 4, 1, 5, 2, 6, 5]
+    texts = np.array([tokens for _ in range(100) for tokens in ids(engine.generate([prompt] * 128, params))])
+    counts = np.bincount(texts[:, 0] * 64 + texts[:, 1] * 8 + texts[:, 2], minlength=512)
+    expected = num_runs * law_of_three_tokens(target, prompt, params.temperature)
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    assert len(counts) > 50
+    deviation = float(((counts - expected) ** 2 / expected).sum())
+    freedom = len(counts) - 1
+    assert deviation < freedom + 3.3 * (2 * freedom) ** 0.5
+    stats = engine.stats()
+    assert stats.num_draft_tokens > 3 * num_runs
+    assert 0.2 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
+
+
+def law_of_three_tokens(target: Path, prompt: list[int], temperature: float) -> np.ndarray:
+    """float64 [512]: the probability of tokens (a, b, c) at 64 a + 8 b + c."""
+    reference = transformers_model(target)
+    grid = torch.cartesian_prod(*[torch.arange(8)] * 3)
+    rows = torch.cat((torch.tensor(prompt).expand(512, -1), grid), dim=1)
+    log_probs = (reference(rows).logits[:, len(prompt) - 1 : -1].double() / temperature).log_softmax(dim=2)
+    return log_probs.gather(2, grid[:, :, None]).sum(dim=(1, 2)).exp().numpy()
