@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -249,6 +250,39 @@ def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(
     assert sonar("chat", *tiny, "--max-tokens", "40", "--temperature", "0") == 0
     assert interrupted
     assert sonar.err.count("from the cache") == 1  # the answer to the second turn, which is whole
+
+
+@pytest.mark.parametrize("command", [["chat"], ["generate", "--prompt", "ab"]])
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [(["--temperature", "-1"], "temperature"), (["--top-p", "0"], "top_p"), (["--max-tokens", "0"], "max_tokens")],
+)
+def test_settings_that_no_model_can_follow_are_refused_before_one_is_loaded(
+    sonar: Sonar, command: list[str], arguments: list[str], part: str
+):
+    assert sonar(*command, "--model", "./nowhere", *arguments) == 1
+    assert_one_line_error(sonar, part)
+    assert "nowhere" not in sonar.err
+
+
+def test_settings_beyond_the_model_end_a_chat_before_its_first_turn(
+    sonar: Sonar, tiny: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    talk(monkeypatch, "hello")
+    assert sonar("chat", *tiny, "--max-tokens", "100000") == 1
+    assert_one_line_error(sonar, "context length is 256 tokens", "max_tokens")
+    assert sys.stdin.read() == "hello\n"
+
+
+def test_a_model_without_a_chat_template_ends_a_chat_before_its_first_turn(
+    sonar: Sonar, tiny: list[str], tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(tiny_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    talk(monkeypatch, "hello")
+    assert sonar("chat", *tiny, "--tokenizer", str(tmp_path)) == 1
+    assert_one_line_error(sonar, "no chat template")
+    assert sys.stdin.read() == "hello\n"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StaleStepError])

@@ -171,6 +171,18 @@ def test_named_templates_are_chosen_by_the_request(tmp_path: Path) -> None:
     assert tokenizer.render_chat(CHAT, tools=[{"type": "function"}]) == "1 tools"
 
 
+@pytest.mark.parametrize(
+    "template",
+    [5, True, {"name": "default", "template": "x"}, ["x"], [{"name": "default"}], [{"name": "default", "template": 5}]],
+)
+def test_a_chat_template_that_is_not_text_is_one_clear_error(tmp_path: Path, template: Any) -> None:
+    with pytest.raises(
+        ModelLoadError, match=r"tokenizer_config\.json: chat_template must be text, or a list"
+    ) as caught:
+        load_tokenizer(folder_with(tmp_path, chat_template=template))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_vocabulary_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
     raw = json.loads(make_tokenizer().backend_tokenizer.to_str())
     (tmp_path / "vocab.json").write_text(json.dumps(raw["model"]["vocab"]))
@@ -339,6 +351,9 @@ def test_a_sentencepiece_gguf_tokenizer_equals_transformers(tmp_path: Path) -> N
         (byte_level_fields(merges=["ab"]), "'ab' is not two tokens"),
         (byte_level_fields(merges=["zz yy"]), "do not fit together"),
         (sentencepiece_fields(scores=[1.0]), "one score a token"),
+        (byte_level_fields(eos_token_id=10**6), "tokenizer.ggml.eos_token_id must be a token id from 0 to"),
+        (byte_level_fields(eot_token_id="<|im_end|>"), "tokenizer.ggml.eot_token_id must be a token id"),
+        (byte_level_fields(**{"tokenizer.chat_template": 5}), "tokenizer.chat_template must be text"),
     ],
 )
 def test_a_damaged_gguf_vocabulary_is_one_clear_error(tmp_path: Path, fields: dict[str, Any], part: str) -> None:

@@ -147,14 +147,21 @@ def _from_gguf(path: Path) -> Tokenizer:
         index = metadata.get(f"tokenizer.ggml.{_GGUF_NAMES[name]}_token_id")
         if isinstance(index, int) and 0 <= index < len(tokens):
             special[f"{name}_token"] = tokens[index]
-    eos_ids = gguf_eos_ids(metadata, len(tokens))
-    return Tokenizer(raw, special_tokens=special, eos_token_ids=eos_ids, chat_template=_templates_of_gguf(metadata))
+    return Tokenizer(
+        raw,
+        special_tokens=special,
+        eos_token_ids=gguf_eos_ids(metadata, len(tokens), str(path)),
+        chat_template=_templates_of_gguf(metadata, str(path)),
+    )
 
 
-def _templates_of_gguf(metadata: Mapping[str, Any]) -> dict[str, str]:
+def _templates_of_gguf(metadata: Mapping[str, Any], where: str) -> dict[str, str]:
     """The default template and the named ones (`tokenizer.chat_template.tool_use`)."""
     prefix = "tokenizer.chat_template"
-    found = {key: text for key, text in metadata.items() if key.startswith(prefix) and isinstance(text, str)}
+    found = {key: text for key, text in metadata.items() if key == prefix or key.startswith(f"{prefix}.")}
+    for key, text in found.items():
+        if not isinstance(text, str):
+            raise ModelLoadError(f"{where}: {key} must be text, not {type(text).__name__}")
     return {key[len(prefix) + 1 :] or "default": text for key, text in found.items()}
 
 
@@ -207,11 +214,18 @@ def _template_of_folder(folder: Path, config: Mapping[str, Any]) -> str | dict[s
         except (OSError, UnicodeDecodeError) as error:
             raise ModelLoadError(f"{path} cannot be read as text: {error}; fetch it again") from None
     template = config.get("chat_template")
-    if isinstance(template, list):
-        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
-            raise ModelLoadError(f"{folder}: every chat_template in tokenizer_config.json needs name and template")
-        return {str(entry["name"]): str(entry["template"]) for entry in template}
-    return template if isinstance(template, str) else None
+    if template is None or isinstance(template, str):
+        return template
+    if not isinstance(template, list) or not all(_is_named_template(entry) for entry in template):
+        raise ModelLoadError(
+            f"{folder / 'tokenizer_config.json'}: chat_template must be text, or a list of objects "
+            "with name and template, both text"
+        )
+    return {entry["name"]: entry["template"] for entry in template}
+
+
+def _is_named_template(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("name", "template"))
 
 
 def _token_text(entry: Any) -> str | None:

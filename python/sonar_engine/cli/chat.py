@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sonar_engine.cli.options import config_options, load_options
-from sonar_engine.cli.session import Messages, Session, open_session
+from sonar_engine.cli.session import Messages, Session, checked_settings, open_session
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import InvalidRequestError
 from sonar_engine.response_metrics import response_metrics
@@ -33,9 +33,10 @@ def chat(
 ) -> None:
     """Talk with a model. Earlier turns stay in the prefix cache."""
     config = load_options(options).engine
+    settings = checked_settings(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     with open_session(config) as session:
-        params = session.sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        # settings or a template that no turn could use end it here
+        params = session.sampling(settings)
+        # settings that this model cannot follow, or a template that no turn could use, end it here
         session.engine.validate(session.encode([{"role": "user", "content": "Hello"}]), params)
         _note(f"{session.engine.info.model_name}: {HELP}")
         converse(session, params, [{"role": "system", "content": system}] if system else [])

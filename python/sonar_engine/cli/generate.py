@@ -11,7 +11,7 @@ import typer
 
 from sonar_engine.cli.options import config_options, load_options
 from sonar_engine.cli.prompts_file import Prompt, read_prompts
-from sonar_engine.cli.session import Session, open_session
+from sonar_engine.cli.session import Session, checked_settings, open_session
 from sonar_engine.cli.terminal import progress_bars
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import InvalidRequestError
@@ -47,18 +47,19 @@ def generate(
     """Complete prompts. A --prompt is continued as it stands; messages go through the model's chat template."""
     asked = _asked_prompts(prompt, prompts, chat)
     config = load_options(options).engine
+    settings = checked_settings(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
     with open_session(config) as session:
-        params = session.sampling(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop=stop,
-            ignore_eos=ignore_eos,
-        )
+        params = session.sampling(settings)
         if len(asked) == 1 and not as_json:
             _print_stream(session, asked[0], params)
         else:

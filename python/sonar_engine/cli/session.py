@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from sonar_engine.cli.terminal import progress_bars
 from sonar_engine.config import EngineConfig
+from sonar_engine.sampling.validation import validate
 from sonar_engine.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from sonar_engine.engine import Engine
 
 Messages = list[dict[str, Any]]
+LARGEST_VOCABULARY, LONGEST_CONTEXT = 2**31 - 1, 2**62  # beyond any model's
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,9 @@ class Session:
 
     engine: Engine
 
-    def sampling(self, **given: Any) -> SamplingParams:
-        """Sampling parameters: what is given (not None), then the model's defaults."""
-        chosen = {key: value for key, value in given.items() if value is not None}
-        return SamplingParams(**{**self.engine.info.generation_defaults, **chosen})
+    def sampling(self, settings: dict[str, Any]) -> SamplingParams:
+        """Sampling parameters: the settings, then the model's defaults."""
+        return SamplingParams(**{**self.engine.info.generation_defaults, **settings})
 
     def encode(self, prompt: str | Messages) -> list[int]:
         """A text as it stands, or messages through the model's chat template."""
@@ -37,6 +38,18 @@ class Session:
     def stream(self, prompt: list[int], params: SamplingParams, write: Callable[[str], None]) -> Completion:
         """One completion, whose text is written as it comes."""
         return self.engine.generate([prompt], params, lambda index, text: write(text))[0]
+
+
+def checked_settings(**given: Any) -> dict[str, Any]:
+    """The sampling settings that are given (not None).
+
+    Raises InvalidRequestError for one that no model can follow, so that it is refused before a model is loaded.
+    """
+    settings = {name: value for name, value in given.items() if value is not None}
+    validate(
+        SamplingParams(**settings), vocab_size=LARGEST_VOCABULARY, max_model_len=LONGEST_CONTEXT, num_prompt_tokens=1
+    )
+    return settings
 
 
 @contextmanager

@@ -159,13 +159,16 @@ def _add_bos(tokenizer: Tokenizer, metadata: Mapping[str, Any], tokens: Sequence
         )
 
 
-def gguf_eos_ids(metadata: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+def gguf_eos_ids(metadata: Mapping[str, Any], vocab_size: int, where: str) -> tuple[int, ...]:
     """The file's eos, eot and eom ids, then control tokens that are known to end a turn or a text."""
-    named = (metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
-    ids = [index for index in named if isinstance(index, int)]
-    for index in ids:
-        if not 0 <= index < vocab_size:
-            raise ModelLoadError(f"end token {index} of the GGUF file is no token; ids are 0 to {vocab_size - 1}")
+    ids = []
+    for key in (f"tokenizer.ggml.{name}" for name in _EOS_KEYS):
+        index = metadata.get(key)
+        if index is None:
+            continue
+        if type(index) is not int or not 0 <= index < vocab_size:
+            raise ModelLoadError(f"{where}: {key} must be a token id from 0 to {vocab_size - 1}, not {index!r}")
+        ids.append(index)
     tokens, types = listed(metadata, "tokenizer.ggml.tokens"), listed(metadata, "tokenizer.ggml.token_type")
     for token, kind, index in zip(tokens, types, range(vocab_size), strict=False):
         if kind == _CONTROL and token in _TURN_ENDS:

@@ -171,7 +171,7 @@ def _config_of(file: GgufFile) -> ModelConfig:
         qk_norm=family == "qwen3",
         sliding_window=get.integer("attention.sliding_window") if get.get("attention.sliding_window") else None,
         bos_token_id=_special_id(file, "bos_token_id", vocab_size),
-        eos_token_ids=gguf_eos_ids(file.metadata, vocab_size),
+        eos_token_ids=gguf_eos_ids(file.metadata, vocab_size, str(file.path)),
         torch_dtype=torch.float32 if file.metadata.get("general.file_type") == 0 else torch.bfloat16,
     )
 
