@@ -47,6 +47,9 @@ class SpeculativeConfig(BaseModel):
     verification: Literal["block", "token"] = Field(
         default="block", description="Lossless rule for sampled drafts of unseeded requests"
     )
+    speculate_in_mixed_batches: bool = Field(
+        default=False, description="Draft also in steps that hold prompt tokens"
+    )
     lossy: LossyConfig | None = Field(
         default=None, description="Typical acceptance: lossy above temperature 0; default: none"
     )

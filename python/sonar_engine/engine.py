@@ -355,6 +355,7 @@ def _build_scheduler(config: EngineConfig, runner: ModelRunner, info: EngineInfo
         eos_token_ids=np.asarray(info.eos_token_ids, np.int32),
         cache_key=np.random.default_rng().bytes(32),
         page_hash_covers_next_token=method.needs_hidden != "none",
+        speculate_in_mixed_batches=config.speculative.speculate_in_mixed_batches,
     )
 
 
