@@ -13,6 +13,9 @@ import torch
 from sonar_engine.attention.native_attention import NativeAttention
 from sonar_engine.errors import ConfigError
 from sonar_engine.layers.native import NativeOps
+from sonar_engine.sampling.coins import Seeds
+from sonar_engine.sampling.sampler import Sampler
+from sonar_engine.sampling.state import SAMPLED
 from sonar_engine.step_buffers import BatchMetadata
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
@@ -343,12 +346,19 @@ def words(*values: int) -> torch.Tensor:
     return torch.from_numpy(np.array(values, dtype=np.uint32).view(np.int32))
 
 
+def draw(ops: NativeOps, logits: torch.Tensor, inverse: torch.Tensor, *words: torch.Tensor) -> torch.Tensor:
+    """Tokens int32 [S] of logits [S, V]; `words` are the low and high halves of the seeds, and the positions."""
+    low, high, positions = words
+    rows = SimpleNamespace(all_uses=SAMPLED, inv_temperature=inverse, seeds=Seeds(low, high), positions=positions)
+    return Sampler(torch.device("cpu"), ops.kernels).sample(logits, rows)
+
+
 def test_sampled_tokens_are_the_argmax_of_logits_and_coins(ops: NativeOps) -> None:
     rows, vocab = 40, 20011
     logits = normal(rows, vocab)
     inverse = torch.linspace(0.2, 3.0, rows)
     lo, hi, counter = (words(*(factor * (i + 1) % 2**32 for i in range(rows))) for factor in (2654435761, 40503, 7))
-    found = ops.gumbel_argmax(logits, inverse, lo, hi, counter)
+    found = draw(ops, logits, inverse, lo, hi, counter)
     for row in range(rows):
         seeds = [int(part.numpy().view(np.uint32)[row]) for part in (lo, hi, counter)]
         scores = gumbel_scores(logits[row].numpy(), float(inverse[row]), *seeds)
@@ -361,7 +371,7 @@ def test_greedy_rows_take_the_lowest_of_equal_logits(ops: NativeOps) -> None:
     logits[3] = -torch.inf
     logits[3, 29999] = -5.0
     zero = words(0, 0, 0, 0)
-    found = ops.gumbel_argmax(logits, torch.zeros(4), zero, zero, zero)
+    found = draw(ops, logits, torch.zeros(4), zero, zero, zero)
     first = [int((logits[row] == logits[row].max()).nonzero()[0]) for row in range(4)]
     assert found.tolist() == first
 
@@ -369,19 +379,8 @@ def test_greedy_rows_take_the_lowest_of_equal_logits(ops: NativeOps) -> None:
 def test_sampling_does_not_depend_on_the_other_rows(ops: NativeOps) -> None:
     logits = normal(8, 9000)
     inverse, lo, hi, counter = torch.ones(8), words(*range(8)), words(*range(8)), words(*range(8))
-    together = ops.gumbel_argmax(logits, inverse, lo, hi, counter)
+    together = draw(ops, logits, inverse, lo, hi, counter)
     for row in range(8):
         one = slice(row, row + 1)
-        alone = NativeOps(1).gumbel_argmax(logits[one], inverse[one], lo[one], hi[one], counter[one])
+        alone = draw(NativeOps(1), logits[one], inverse[one], lo[one], hi[one], counter[one])
         assert int(alone[0]) == int(together[row])
-
-
-def test_sampled_frequencies_follow_the_softmax(ops: NativeOps) -> None:
-    num_draws = 20000
-    row = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    zero = words(*[0] * num_draws)
-    logits = row.expand(num_draws, 5).contiguous()
-    found = ops.gumbel_argmax(logits, torch.ones(num_draws), words(*[9] * num_draws), zero, words(*range(num_draws)))
-    counts = torch.bincount(found.long(), minlength=5).double()
-    expected = row.double().softmax(0) * num_draws
-    assert float(((counts - expected) ** 2 / expected).sum()) < 18.5  # 0.1 % point of chi-square with 4 degrees

@@ -157,33 +157,6 @@ class NativeOps:
         )
         return y
 
-    def gumbel_argmax(
-        self,
-        logits: torch.Tensor,
-        inv_temperature: torch.Tensor,
-        seed_lo: torch.Tensor,
-        seed_hi: torch.Tensor,
-        counter: torch.Tensor,
-    ) -> torch.Tensor:
-        """A token a row of logits fp32 [S, V], int32 [S].
-
-        argmax of logits * inv_temperature + Gumbel noise, a pure function of (id, seed, counter); the lowest id on
-        ties. inv_temperature fp32 [S], 0 is greedy; seed_lo, seed_hi, counter [S] hold 32-bit words (int32).
-        """
-        out = torch.empty(logits.shape[0], dtype=torch.int32)
-        self._kernels.gumbel_argmax(
-            logits.shape[0],
-            logits.shape[1],
-            logits.data_ptr(),
-            logits.stride(0),
-            inv_temperature.data_ptr(),
-            seed_lo.data_ptr(),
-            seed_hi.data_ptr(),
-            counter.data_ptr(),
-            out.data_ptr(),
-        )
-        return out
-
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """x as a matrix with adjacent columns, copied only when it is not one."""
