@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +19,7 @@ import psutil
 import pytest
 from sonar_engine import engine_messages as messages
 from sonar_engine.engine_client import EngineClient
-from sonar_engine.engine_connection import launch_process
+from sonar_engine.engine_connection import launch_process, remove_stale_folders
 from sonar_engine.engine_process import EngineLoop, load_factory
 from sonar_engine.errors import EngineDeadError, InvalidRequestError, ModelLoadError, QueueFullError
 from sonar_engine.testing.engine_thread import launch_thread
@@ -247,7 +249,7 @@ async def test_loading_reports_progress():
 async def test_shutdown_ends_the_process_and_removes_its_folder():
     async with running(launch=launch_process) as client:
         process = psutil.Process(client.pid)
-        folder = client._connection.folder
+        folder = client._connection.folder.path
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not process.is_running()
     assert not folder.exists()
@@ -260,7 +262,7 @@ async def test_a_terminals_interrupt_does_not_reach_the_engine():
         assert len(await collect(client, SamplingParams(max_tokens=3))) == 3
 
 
-ORPHAN = """
+FRONT_END = """
 import asyncio, sys
 from sonar_engine.engine_client import EngineClient
 from sonar_engine.testing.fake_engine import FACTORY, FakeOptions
@@ -275,17 +277,61 @@ asyncio.run(main())
 """
 
 
+def front_end(folder: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """A process that has started an engine with its socket below `folder`, and the engine's process."""
+    script = folder / "front_end.py"
+    script.write_text(FRONT_END)
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    return parent, psutil.Process(int(parent.stdout.readline()))
+
+
 def test_the_engine_ends_with_the_process_that_started_it(tmp_path: Path):
-    script = tmp_path / "orphan.py"
-    script.write_text(ORPHAN)
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    child = psutil.Process(int(parent.stdout.readline()))
+    parent, child = front_end(tmp_path)
     parent.kill()
     parent.wait()
     deadline = time.monotonic() + 3.0
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the engine outlived its front end"
         time.sleep(0.02)
+
+
+def test_the_folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays(tmp_path: Path):
+    parent, _ = front_end(tmp_path)
+    (folder,) = tmp_path.glob("sonar-*")
+    remove_stale_folders(tmp_path)
+    assert (folder / "engine").is_socket()
+    parent.kill()
+    parent.wait()
+    assert folder.exists()
+    remove_stale_folders(tmp_path)
+    assert not folder.exists()
+
+
+async def test_a_start_removes_left_sockets_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, empty, with_a_file, of_a_file, elsewhere = (
+        tmp_path / name for name in ("sonar-left", "sonar-empty", "sonar-more", "sonar-file", "other")
+    )
+    for folder in (left, empty, with_a_file, of_a_file, elsewhere):
+        folder.mkdir()
+    for folder in (left, with_a_file, elsewhere):
+        with socket.socket(socket.AF_UNIX) as unix:
+            unix.bind(str(folder / "engine"))
+    (with_a_file / "notes").touch()
+    (of_a_file / "engine").touch()
+    (tmp_path / "sonar-link").symlink_to(elsewhere)
+    async with running():
+        pass
+    assert not left.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "sonar-empty",
+        "sonar-more",
+        "sonar-file",
+        "sonar-link",
+        "other",
+    }
+    assert (with_a_file / "engine").is_socket() and (elsewhere / "engine").is_socket()
 
 
 async def test_an_idle_engine_uses_no_processor_time():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -152,8 +154,12 @@ class Background:
         assert self.started.wait(5)
 
     def _run(self, url: str, body: dict) -> None:
-        with httpx.stream("POST", f"{url}{CHAT}", json={"messages": HELLO, "stream": True, **body}, timeout=30) as r:
-            for part in r.iter_text():
+        asked = {"messages": HELLO, "stream": True, **body}
+        with (
+            contextlib.suppress(httpx.TransportError),  # a body cut short is told by `events`
+            httpx.stream("POST", f"{url}{CHAT}", json=asked, timeout=30) as response,
+        ):
+            for part in response.iter_text():
                 self.body += part
                 self.started.set()
 
@@ -183,19 +189,19 @@ def test_a_drain_that_takes_too_long_gives_the_rest_an_error_event():
         assert server.wait() == 0
 
 
-def test_a_second_signal_ends_it_at_once():
+def test_a_second_signal_ends_it_at_once_and_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with server_process(SLOW, shutdown_timeout=60) as server:
         engine = server.engine_pid()
         thread = Background(server.url, max_tokens=2000)
         server.process.terminate()
         until(lambda: status(f"{server.url}/ready") == 503, 1.0)
-        began = time.monotonic()
         server.process.terminate()
-        assert server.wait() == 128 + signal.SIGTERM
-        assert time.monotonic() - began < 1.0
-        with pytest.raises((AssertionError, httpx.TransportError)):
+        assert server.wait() == 128 + signal.SIGTERM  # long before the drain may end
+        with pytest.raises(AssertionError):
             thread.events()
         until(lambda: not alive(engine), 2.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def alive(pid: int) -> bool:

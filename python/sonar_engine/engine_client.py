@@ -124,6 +124,11 @@ class EngineClient:
             await asyncio.wait_for(connection.handle.wait(), timeout)
         await self._end_process()
 
+    def abandon(self) -> None:
+        """Kill the engine and remove its socket without waiting, before this process ends at once."""
+        if self._connection is not None:
+            self._connection.abandon()
+
     async def _end_process(self) -> None:
         connection, self._connection = self._connection, None
         for task in self._tasks:

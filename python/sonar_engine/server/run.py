@@ -125,9 +125,7 @@ class _Run:
     def _on_signal(self, number: int) -> None:
         if self._stopping.is_set():
             logger.warning("a second signal: ending at once")
-            if self._client.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self._client.pid, signal.SIGKILL)
+            self._client.abandon()
             os._exit(128 + number)
         logger.info("shutting down: requests that run may finish within %g s", self._config.shutdown_timeout)
         self._state.phase = "draining"
