@@ -85,7 +85,7 @@ class Snapshot:
     request_id: int
     length: int
     keys_and_values: torch.Tensor
-    carried: tuple[torch.Tensor, torch.Tensor] | None  # feature [H], logits [W], of position length - 1
+    carried: tuple[torch.Tensor, torch.Tensor] | None  # feature [H] and logits [W] of position length - 1
 
 
 class Watch:
@@ -124,7 +124,8 @@ class Watch:
         entries = torch.stack([layer[pages, :, offsets].transpose(0, 1) for layer in layers])
         carried = None
         if samples and speculates:
-            carried = drafter._features[slot].clone(), drafter._logits[slot].clone()
+            logits = drafter._output(drafter._carried.for_logits[slot : slot + 1])[0]
+            carried = drafter._carried.features[slot].clone(), logits
         self.snapshots.append(Snapshot(request_id, computed, entries.clone(), carried))
 
     def run(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], gap: int = 0) -> None:

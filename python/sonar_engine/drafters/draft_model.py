@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sonar_engine.device import to_device
 from sonar_engine.drafters.base import Draft, Verdict
 from sonar_engine.drafters.draft_chain import ActiveRows, draft_chain
 from sonar_engine.drafters.draft_cursors import DraftCursors
@@ -150,11 +151,13 @@ class DraftModelDrafter:
         self._cursors.advance(spans.slots, spans.ends)
 
     def _draft(self, batch: BatchMetadata) -> Draft:
-        def advance(rows: ActiveRows, tokens: torch.Tensor) -> torch.Tensor:
+        def next_logits(rows: ActiveRows, tokens: torch.Tensor | None) -> torch.Tensor:
+            if tokens is None:
+                return self._carried[to_device(rows.slots, self._runner.device)]
             ends = rows.known + rows.step
             return self._logits(self._forward(Spans(rows.slots, ends - 1, ends), tokens))
 
-        return draft_chain(batch, self._sampler, self._carried, advance)
+        return draft_chain(batch, self._sampler, next_logits)
 
     def _run(self, spans: Spans, samples: np.ndarray, last: torch.Tensor) -> None:
         """Runs over the tokens of `spans` and carries the logits at position last[r] of the rows in `samples`."""

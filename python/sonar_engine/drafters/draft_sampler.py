@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from sonar_engine._scheduler import CpuKernels
+from sonar_engine.device import to_device
 from sonar_engine.sampling.coins import Seeds, draft_seeds
 from sonar_engine.sampling.sampler import Sampler
 from sonar_engine.sampling.state import SAMPLED, SEEDED, SamplingState
@@ -52,12 +53,12 @@ class DraftSampler:
         output_pos int [N] is the output position of draft 0; it grows from step to step of a request.
         """
         state = self._state
-        index = torch.from_numpy(slots).to(state.device)
+        index = to_device(slots, state.device)
         uses = state.uses[slots]
         is_seeded = (uses & SEEDED) > 0
-        positions = torch.from_numpy((output_pos + step * is_seeded).astype(np.int32)).to(state.device)
+        positions = to_device((output_pos + step * is_seeded).astype(np.int32), state.device)
         own = Seeds(state.seed_lo[index], state.seed_hi[index])
-        fresh, coupled = draft_seeds(own, step), torch.from_numpy(is_seeded).to(state.device)
+        fresh, coupled = draft_seeds(own, step), to_device(is_seeded, state.device)
         seeds = Seeds(torch.where(coupled, own.lo, fresh.lo), torch.where(coupled, own.hi, fresh.hi))
         all_uses = int(np.bitwise_or.reduce(uses, initial=0))
         rows = _Rows(all_uses, state.inv_temperature[index], seeds, positions)
@@ -71,5 +72,5 @@ class DraftSampler:
 
     def probs(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """The distribution that `choose` draws from, fp32 [N, W]; meaningless in rows of greedy requests."""
-        index = torch.from_numpy(slots).to(self._state.device)
+        index = to_device(slots, self._state.device)
         return (logits * self._state.inv_temperature[index, None]).softmax(dim=1)

@@ -3,8 +3,9 @@
 The head's entry at position i comes from the target's hidden state there and the token at i + 1. After every step,
 whatever kind of batch it was, the head runs over all rows of the target's batch with the target's hidden states, the
 tokens one to the left: so its keys and values are complete wherever the target's are, and never come from its own
-features for longer than the step that drafted with them. The row of the last accepted draft is carried by slot: its
-logits are those of the next step's first draft, its feature the input of the second.
+features for longer than the step that drafted with them. The row of the last accepted draft is carried by slot: what it
+has for the output matrix gives the next step's first draft, its feature goes into the second. The output matrix, larger
+than the head, is left to steps that draft.
 
 A step drafts k tokens in k - 1 passes of the head over its own features. On a device the head runs over rejected drafts
 too, with the batch metadata that the target has used, and waits for nothing; a CPU leaves them out.
@@ -75,9 +76,11 @@ class MtpDrafter:
         self._embedding = target.model.embedding
         self._lens = np.full(max_num_seqs, config.speculative.num_speculative_tokens, np.int32)
         self._speculates = np.zeros(max_num_seqs, np.bool_)
-        # Carried by slot: what the head said at the position before the sequence's last token.
-        self._features = torch.zeros((max_num_seqs, target.config.hidden_size), dtype=target.dtype, device=device)
-        self._logits = torch.zeros((max_num_seqs, output.out_features), dtype=torch.float32, device=device)
+        # Carried by slot: what the head gave at the position before the sequence's last token.
+        shape = (max_num_seqs, target.config.hidden_size)
+        for_logits = torch.zeros(shape, dtype=target.dtype, device=device)
+        features = for_logits if head.feeds_back_normed else torch.zeros_like(for_logits)
+        self._carried = HeadStates(for_logits, features)
         self._compacts = device.type == "cpu"
 
     @classmethod
@@ -127,17 +130,20 @@ class MtpDrafter:
     def propose(self, batch: BatchMetadata) -> Draft | None:
         if batch.num_drafts == 0:
             return None
-        features = self._features[batch.slots[: batch.num_decode_reqs]]  # [D, H]
+        slots = batch.slots[: batch.num_decode_reqs]
+        features = self._carried.features[slots]  # [D, H]
 
-        def advance(rows: ActiveRows, tokens: torch.Tensor) -> torch.Tensor:
-            # The pass for draft `step` pairs the last known feature's successor with draft `step` - 1.
+        def next_logits(rows: ActiveRows, tokens: torch.Tensor | None) -> torch.Tensor:
+            if tokens is None:
+                return self._output(self._carried.for_logits[slots[rows.index]])
+            # Draft 0 is the token at position `known`; its entry is that of the position before.
             positions = rows.known + rows.step - 2
             pass_batch = self._span_batch(Spans(rows.slots, positions, positions + 1))
             states = self._run(pass_batch, tokens, features[rows.index])
             features[rows.index] = states.features
             return self._output(states.for_logits)
 
-        return draft_chain(batch, self._sampler, self._logits, advance, self._token_map)
+        return draft_chain(batch, self._sampler, next_logits, self._token_map)
 
     def ingest(self, batch: BatchMetadata, hidden: torch.Tensor, verdict: Verdict) -> None:
         tokens = shift_tokens(
@@ -176,8 +182,9 @@ class MtpDrafter:
             return
         index = to_device(rows, last.device)
         last, slots = last[index], batch.slots[index]
-        copy_rows(states.features, last, self._features, slots)
-        self._logits[slots] = self._output(states.for_logits[last])
+        copy_rows(states.for_logits, last, self._carried.for_logits, slots)
+        if self._carried.features is not self._carried.for_logits:
+            copy_rows(states.features, last, self._carried.features, slots)
 
     def _run(self, batch: BatchMetadata, tokens: torch.Tensor, features: torch.Tensor) -> HeadStates:
         """One pass of the head: tokens int32 [T] at positions + 1, features [T, H]."""

@@ -84,6 +84,11 @@ class MtpHead(nn.Module):
     def is_packed(self) -> bool:
         return self._packed is not None
 
+    @property
+    def feeds_back_normed(self) -> bool:
+        """Whether a pass's features are what it has for the logits."""
+        return self.config.next_feature == "normed"
+
     def forward(
         self, embeddings: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> HeadStates:
@@ -98,7 +103,7 @@ class MtpHead(nn.Module):
             features = parts.ops.rms_norm(features, parts.feature_norm, self.config.block.rms_norm_eps)
         fused = parts.fusion(torch.cat((embeddings, features), dim=-1))
         normed, raw, _ = parts.stack.run(fused, positions, attend)
-        return HeadStates(normed, normed if self.config.next_feature == "normed" else raw)
+        return HeadStates(normed, normed if self.feeds_back_normed else raw)
 
     def _assemble(self, ops: Ops, weights: dict[str, torch.Tensor]) -> _Parts:
         block = self.config.block

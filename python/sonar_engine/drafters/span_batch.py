@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sonar_engine.device import to_device
 from sonar_engine.step_buffers import BatchMetadata
 
 
@@ -33,7 +34,7 @@ def span_batch(spans: Spans, page_table: torch.Tensor, page_size: int) -> BatchM
     device in one copy; pages are looked up there.
     """
     sections = _sections(spans, page_size)
-    packed = torch.from_numpy(np.concatenate(list(sections.values()), dtype=np.int32)).to(page_table.device)
+    packed = to_device(np.concatenate(list(sections.values()), dtype=np.int32), page_table.device)
     parts = packed.split([len(values) for values in sections.values()])
     tensors = dict(zip(sections, parts, strict=True))
     positions, token_slots = tensors["positions"], tensors.pop("token_slots")
