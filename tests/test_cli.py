@@ -310,6 +310,11 @@ def test_the_scheduler_bench_prints_one_object_for_each_setting(sonar: Sonar):
     assert all(line["us_per_step"] > 0 for line in lines)
 
 
+def test_the_scheduler_bench_takes_as_many_requests_and_drafts_as_the_engine_does(sonar: Sonar):
+    assert sonar("bench", "scheduler", "--requests", "4096", "--drafts", "1", "--steps", "1", "--json") == 0
+    assert sonar("bench", "scheduler", "--requests", "1", "--drafts", "32", "--steps", "1", "--json") == 0
+
+
 def test_the_scheduler_bench_prints_a_table(sonar: Sonar):
     assert sonar("bench", "scheduler", "--requests", "2", "--drafts", "1", "--steps", "5") == 0
     head, row = sonar.out.splitlines()
@@ -335,11 +340,19 @@ def test_resident_memory_is_split_into_weights_cache_and_the_rest(sonar: Sonar, 
 
 
 @pytest.mark.parametrize(
-    "arguments", [["scheduler", "--requests", "0"], ["scheduler", "--drafts", "x"], ["latency", "--compare", "other"]]
+    ("arguments", "part"),
+    [
+        (["scheduler", "--requests", "0"], "from 1 to 4096"),
+        (["scheduler", "--requests", "1,4097"], "from 1 to 4096"),
+        (["scheduler", "--drafts", "x"], "from 0 to 32"),
+        (["scheduler", "--drafts", "33"], "from 0 to 32"),
+        (["throughput", "--streams", "4097"], "from 1 to 4096"),
+        (["latency", "--compare", "other"], "--compare transformers"),
+    ],
 )
-def test_a_wrong_bench_option_is_one_line(sonar: Sonar, arguments: list[str]):
+def test_a_wrong_bench_option_is_one_line(sonar: Sonar, arguments: list[str], part: str):
     assert sonar("bench", *arguments) == 1
-    assert_one_line_error(sonar, arguments[1])
+    assert_one_line_error(sonar, arguments[1], part)
 
 
 # models and serve
@@ -371,31 +384,3 @@ def test_serve_hands_both_configurations_to_the_server(sonar: Sonar, monkeypatch
 def test_a_bad_server_option_never_starts_anything(sonar: Sonar):
     assert sonar("serve", "some/model", "--port", "99999") == 1
     assert_one_line_error(sonar, "--port")
-
-
-def test_a_prompts_file_may_hold_line_separators_and_a_byte_order_mark(tmp_path):
-    from sonar_engine.cli.prompts_file import read_prompts
-
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes('\ufeff{"prompt": "a\u2028b"}\n{"prompt": "c\u0085d"}\r\n'.encode())
-    assert read_prompts(path) == ["a\u2028b", "c\u0085d"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"messages": [{"role": "user"}]}',
-        '{"messages": [{"content": "x"}]}',
-        '{"messages": [{"role": "user", "content": 5}]}',
-        '{"prompt": ' + "1" * 5000 + "}",
-        "[" * 100_000,
-    ],
-)
-def test_an_unusable_line_of_a_prompts_file_is_named(tmp_path, line):
-    from sonar_engine.cli.prompts_file import read_prompts
-    from sonar_engine.errors import InvalidRequestError
-
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line)
-    with pytest.raises(InvalidRequestError, match=r"prompts\.jsonl:2: "):
-        read_prompts(path)

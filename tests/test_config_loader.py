@@ -209,3 +209,11 @@ def test_json_that_python_cannot_hold_is_an_error_of_one_line(text):
 def test_an_infinite_size_is_refused():
     with pytest.raises(ConfigError, match="gib"):
         load_config({"kv_cache_gib": "inf"}, {}, None)
+
+
+def test_no_more_than_four_threads_a_cpu_are_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    assert engine({"num_threads": "12"}).num_threads == 12
+    assert (
+        message({"num_threads": "13"}, {}) == '--num-threads: "13" is wrong: must be 1 to 12; this machine has 3 CPUs'
+    )

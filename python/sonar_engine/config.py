@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_NUM_SEQS = 4096
+MAX_SPECULATIVE_TOKENS = 32
+MAX_THREADS_PER_CPU = 4
 
 
 class LossyConfig(BaseModel):
@@ -37,7 +42,7 @@ class SpeculativeConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the draft model's weights and KV cache; auto: as for the target"
     )
-    num_speculative_tokens: int = Field(default=4, ge=1, le=32, description="Most drafts a step")
+    num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_SPECULATIVE_TOKENS, description="Most drafts a step")
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
     oracle_texts: str | None = Field(default=None, description="What the oracle replays: `sonar generate --json` lines")
@@ -47,9 +52,7 @@ class SpeculativeConfig(BaseModel):
     verification: Literal["block", "token"] = Field(
         default="block", description="Lossless rule for sampled drafts of unseeded requests"
     )
-    speculate_in_mixed_batches: bool = Field(
-        default=False, description="Draft also in steps that hold prompt tokens"
-    )
+    speculate_in_mixed_batches: bool = Field(default=False, description="Draft also in steps that hold prompt tokens")
     lossy: LossyConfig | None = Field(
         default=None, description="Typical acceptance: lossy above temperature 0; default: none"
     )
@@ -96,7 +99,7 @@ class EngineConfig(BaseModel):
     kv_cache_gib: float = Field(
         default=1.0, gt=0, description="Most memory for the KV cache when kv_cache_tokens is not given"
     )
-    max_num_seqs: int = Field(default=64, ge=1, le=4096, description="Most sequences that run at once")
+    max_num_seqs: int = Field(default=64, ge=1, le=MAX_NUM_SEQS, description="Most sequences that run at once")
     max_num_batched_tokens: int = Field(
         default=512, ge=1, description="Most tokens a step; longer prompts come in chunks"
     )
@@ -113,3 +116,11 @@ class EngineConfig(BaseModel):
     seed: int = Field(default=0, description="Source of the seeds of requests that bring none")
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads; default: one a core")
     speculative: SpeculativeConfig = SpeculativeConfig()
+
+    @field_validator("num_threads")
+    @classmethod
+    def _as_this_machine_has(cls, num_threads: int | None) -> int | None:
+        cpus = os.cpu_count() or 1
+        if num_threads is not None and num_threads > MAX_THREADS_PER_CPU * cpus:
+            raise ValueError(f"must be 1 to {MAX_THREADS_PER_CPU * cpus}; this machine has {cpus} CPUs")
+        return num_threads

@@ -80,6 +80,10 @@ def _fill(scheduler: Scheduler, num_requests: int, random: np.random.Generator) 
     for request_id in range(1, num_requests + 1):
         prompt = random.integers(0, VOCAB_SIZE, PROMPT_LEN, np.int32)
         scheduler.submit(request_id, prompt, max_tokens=None, ignore_eos=True)
-    step_id = scheduler.plan(0, None) or 0  # ids start at 1: with nothing planned, commit says what is wrong
-    rows = int(scheduler.slot(0)[HEADER["num_reqs"]])
-    scheduler.commit(step_id, np.ones(rows, np.int32), np.ones((rows, 1), np.int32))
+    num_admitted = 0
+    while num_admitted < num_requests:  # more than one step only where a packed slot cannot hold all prompts
+        step_id = scheduler.plan(0, None) or 0  # ids start at 1: with nothing planned, commit says what is wrong
+        header = scheduler.slot(0)
+        rows = int(header[HEADER["num_reqs"]])
+        num_admitted += int(header[HEADER["num_admitted"]])
+        scheduler.commit(step_id, np.ones(rows, np.int32), np.ones((rows, 1), np.int32))

@@ -11,7 +11,7 @@ import typer
 from sonar_engine.bench.report import Measurement, Opponent, Settings
 from sonar_engine.cli.options import config_options, load_options
 from sonar_engine.cli.session import open_session
-from sonar_engine.config import EngineConfig
+from sonar_engine.config import MAX_NUM_SEQS, MAX_SPECULATIVE_TOKENS, EngineConfig
 from sonar_engine.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line")]
@@ -41,10 +41,9 @@ def scheduler(
     """Plan, pack and commit of one decode step: microseconds from Python, prefix cache on, 256-token prompts."""
     from sonar_engine.bench.scheduler import measure_scheduler
 
-    settings = [
-        (n, k) for n in _whole_numbers(requests, "--requests", 1) for k in _whole_numbers(drafts, "--drafts", 0)
-    ]
-    _print((measure_scheduler(n, k, steps) for n, k in settings), as_json)
+    sizes = _whole_numbers(requests, "--requests", 1, MAX_NUM_SEQS)
+    depths = _whole_numbers(drafts, "--drafts", 0, MAX_SPECULATIVE_TOKENS)
+    _print((measure_scheduler(n, k, steps) for n in sizes for k in depths), as_json)
 
 
 @config_options(EngineConfig)
@@ -78,7 +77,7 @@ def throughput(
 ) -> None:
     """Greedy streams side by side, each a prompt of its own; the prompts' time is included."""
     settings = Settings(output_len, repeat, _opponent(compare), rss)
-    counts = _whole_numbers(streams, "--streams", 1)
+    counts = _whole_numbers(streams, "--streams", 1, MAX_NUM_SEQS)
     config = load_options(options).engine
     config = config.model_copy(update={"max_num_seqs": max(config.max_num_seqs, *counts)})
     with open_session(config) as session:
@@ -93,13 +92,13 @@ def _opponent(name: str | None) -> Opponent | None:
     return None if name is None else "transformers"
 
 
-def _whole_numbers(text: str, option: str, least: int) -> list[int]:
+def _whole_numbers(text: str, option: str, least: int, most: int) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
         numbers = []
-    if not numbers or min(numbers) < least:
-        raise ConfigError(f"{option} {text}: must be whole numbers from {least} up, such as 1,8,32")
+    if not numbers or min(numbers) < least or max(numbers) > most:
+        raise ConfigError(f"{option} {text}: must be whole numbers from {least} to {most}, such as 1,8,32")
     return numbers
 
 
