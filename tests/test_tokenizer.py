@@ -161,6 +161,17 @@ def test_stop_ids_are_those_of_all_three_files(tmp_path: Path) -> None:
     assert load_tokenizer(resolved).eos_token_ids == (2, 0, 5)
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("content", ['{"eos_token_id": "x"}', '{"eos_token_id": [2, true]}', "[]", "[" * 100_000])
+def test_stop_ids_of_a_wrong_type_name_their_file(tmp_path: Path, file: str, content: str) -> None:
+    resolved = folder_with(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ModelLoadError) as caught:
+        load_tokenizer(resolved)
+    assert str(caught.value).startswith(str(tmp_path / file))
+    assert "\n" not in str(caught.value)
+
+
 def test_named_templates_are_chosen_by_the_request(tmp_path: Path) -> None:
     templates = [
         {"name": "default", "template": "plain"},

@@ -294,6 +294,34 @@ def test_generation_defaults_and_stop_ids_come_from_both_files(copy: Path) -> No
     assert config.generation_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
+@pytest.mark.parametrize(
+    ("generation", "part"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"temperature": -1}, "temperature must be at least 0"),
+        ({"top_k": True}, "top_k must be an integer, not True"),
+        ({"top_k": 2.5}, "top_k must be an integer, not 2.5"),
+        ({"top_p": [0.5]}, "top_p must be a number"),
+        ({"min_p": 2}, "min_p must be at least 0 and at most 1"),
+        ({"repetition_penalty": {}}, "repetition_penalty must be a number"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, not 'x'"),
+        ({"eos_token_id": [2, None]}, "eos_token_id must be a token id or a list of them"),
+    ],
+)
+def test_a_wrong_value_in_generation_config_names_the_file_and_the_field(
+    copy: Path, generation: dict[str, Any], part: str
+) -> None:
+    path = copy / "generation_config.json"
+    path.write_text(json.dumps(generation))
+    fails_with(lambda: ModelConfig.from_hf(copy), f"{path}: {part}")
+
+
+def test_nulls_in_generation_config_count_as_absent(copy: Path) -> None:
+    (copy / "generation_config.json").write_text('{"temperature": null, "top_k": null, "eos_token_id": null}')
+    config = ModelConfig.from_hf(copy)
+    assert (config.generation_defaults, config.eos_token_ids) == ({}, (2,))
+
+
 def test_qwen_windows_only_the_layers_it_names(tmp_path: Path) -> None:
     folder = make_tiny("qwen2_window", tmp_path)
     assert ModelConfig.from_hf(folder).layer_windows == (None, 24, 24)

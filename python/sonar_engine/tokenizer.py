@@ -174,13 +174,18 @@ def _from_folder(folder: Path) -> Tokenizer:
         for name in _SPECIAL_NAMES
         if (text := _token_text(named.get(f"{name}_token"))) is not None
     }
-    eos_ids: list[int] = []
-    for file in ("generation_config.json", "config.json"):
-        value = _optional_json(folder / file).get("eos_token_id")
-        eos_ids += [index for index in (value if isinstance(value, list) else [value]) if isinstance(index, int)]
+    eos_ids = [*_eos_ids(folder / "generation_config.json"), *_eos_ids(folder / "config.json")]
     return Tokenizer(
         raw, special_tokens=special, eos_token_ids=eos_ids, chat_template=_template_of_folder(folder, config)
     )
+
+
+def _eos_ids(path: Path) -> list[int]:
+    value = _optional_json(path).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(index) is int for index in ids):
+        raise ModelLoadError(f"{path}: eos_token_id must be a token id or a list of them, not {value!r}")
+    return ids
 
 
 def _raw_of_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -239,6 +244,8 @@ def _optional_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} cannot be read as JSON: {error}; fetch it again") from None
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(value).__name__}; fetch it again")
+    return value

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from sonar_engine.cli.terminal import progress_bars
 from sonar_engine.config import EngineConfig
-from sonar_engine.sampling.validation import validate
+from sonar_engine.sampling.validation import validate_for_any_model
 from sonar_engine.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from sonar_engine.engine import Engine
 
 Messages = list[dict[str, Any]]
-LARGEST_VOCABULARY, LONGEST_CONTEXT = 2**31 - 1, 2**62  # beyond any model's
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,7 @@ def checked_settings(**given: Any) -> dict[str, Any]:
     Raises InvalidRequestError for one that no model can follow, so that it is refused before a model is loaded.
     """
     settings = {name: value for name, value in given.items() if value is not None}
-    validate(
-        SamplingParams(**settings), vocab_size=LARGEST_VOCABULARY, max_model_len=LONGEST_CONTEXT, num_prompt_tokens=1
-    )
+    validate_for_any_model(SamplingParams(**settings))
     return settings
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from sonar_engine.errors import ModelLoadError
+from sonar_engine.errors import InvalidRequestError, ModelLoadError
+from sonar_engine.sampling.validation import validate_for_any_model
+from sonar_engine.types import SamplingParams
 
 MAX_LAYERS = 4096  # more is a damaged file
 SUPPORTED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -82,12 +84,12 @@ class ModelConfig:
         raw = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
-        return cls.from_dict(raw, str(folder / "config.json"), generation)
+        return cls.from_dict(raw, str(folder / "config.json"), JsonFields(generation, str(generation_path)))
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], where: str, generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    def from_dict(cls, raw: Mapping[str, Any], where: str, generation: JsonFields | None = None) -> ModelConfig:
         """From the objects in config.json and generation_config.json; `where` names the former in errors."""
-        return _from_hf_dict(raw, generation or {}, where)
+        return _from_hf_dict(raw, generation or JsonFields({}, "generation_config.json"), where)
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> ModelConfig:
@@ -162,7 +164,7 @@ class JsonFields:
         return tuple(dict.fromkeys(values))
 
 
-def _from_hf_dict(raw: Mapping[str, Any], generation: Mapping[str, Any], where: str) -> ModelConfig:
+def _from_hf_dict(raw: Mapping[str, Any], generation: JsonFields, where: str) -> ModelConfig:
     family = _family(raw, where)
     _refuse_quantised(raw, where)
     get = JsonFields(raw, where)
@@ -197,7 +199,7 @@ def _from_hf_dict(raw: Mapping[str, Any], generation: Mapping[str, Any], where: 
         layer_windows=layer_windows,
         num_nextn_predict_layers=get.integer("num_nextn_predict_layers", default=0, least=0, most=MAX_LAYERS),
         bos_token_id=next(iter(get.ids("bos_token_id")), None),
-        eos_token_ids=_eos_ids(get, JsonFields(generation, "generation_config.json")),
+        eos_token_ids=_eos_ids(get, generation),
         torch_dtype=_dtype(raw, where),
         generation_defaults=_generation_defaults(generation),
     )
@@ -312,10 +314,14 @@ def _dtype(raw: Mapping[str, Any], where: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _generation_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """Sampling defaults that the model's authors set."""
-    found = {key: generation[key] for key in _GENERATION_KEYS if type(generation.get(key)) in (int, float)}
-    return {key: int(value) if key == "top_k" else float(value) for key, value in found.items()}
+def _generation_defaults(generation: JsonFields) -> dict[str, float]:
+    """Sampling defaults that the model's authors set. They obey the rules of a request, which takes them over."""
+    found = {key: generation.raw[key] for key in _GENERATION_KEYS if generation.raw.get(key) is not None}
+    try:
+        validate_for_any_model(SamplingParams(**found))
+    except InvalidRequestError as error:
+        raise ModelLoadError(f"{generation.where}: {error}; correct it or take it out") from None
+    return {key: value if key == "top_k" else float(value) for key, value in found.items()}
 
 
 def _check(config: ModelConfig) -> None:

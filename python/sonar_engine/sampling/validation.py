@@ -55,6 +55,11 @@ def validate(
     return result
 
 
+def validate_for_any_model(params: SamplingParams) -> None:
+    """Raises InvalidRequestError for what no model can follow, where the model is not known yet."""
+    validate(params, vocab_size=_INT32 - 1, max_model_len=_INT64 - 1, num_prompt_tokens=1)
+
+
 def _reject(field: str, message: str, code: str | None = None) -> NoReturn:
     raise InvalidRequestError(f"{field} {message}", param=field, code=code)
 
