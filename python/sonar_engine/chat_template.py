@@ -37,6 +37,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, jinja2.Template] = {}
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The templates by name."""
+        return dict(self._sources)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -112,6 +112,25 @@ def load_config(cli: Mapping[str, Any], environ: Mapping[str, str], file: Path |
     )
 
 
+def load_stage(model: type[Config], values: Mapping[str, Any], file: Path | None = None) -> Config:
+    """One configuration class from the command line, or from a part of `file`, without environment.
+
+    Raises ConfigError with one line that names the option and the right form.
+    """
+    source = Source("command line", _present(values)) if file is None else Source("file", _present(values), file)
+    known = option_names(model)
+    for option in source.values:
+        if option not in known:
+            close = difflib.get_close_matches(option, list(known), n=1)
+            ways = f"did you mean {source.spell(close[0])}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"{source.spell(option)}: no such option; {ways}")
+    for option, field in known.items():
+        if model.model_fields[field].is_required() and option not in source.values:
+            raise ConfigError(f"{source.spell(option)} is missing: {model.model_fields[field].description}")
+    merged, origin = _merge([source], known)
+    return _build(model, merged, origin)
+
+
 def _present(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 

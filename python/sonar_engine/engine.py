@@ -311,15 +311,16 @@ class Engine:
         self._generation.close()
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engine:
-    """Resolve, load and warm up `config.model`.
+def build_engine(config: EngineConfig, progress: Progress | None = None, method: DrafterMethod | None = None) -> Engine:
+    """Resolve, load and warm up `config.model`. `method` replaces the configured way of drafting.
 
     Raises ConfigError or ModelLoadError, each with the way out.
     """
     resolved = resolve_model(config.model)
     ModelConfig.load(resolved.path)  # an unsupported model is named before its tokenizer is missed
     tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else resolved)
-    drafter_bytes = drafter_method(config).kv_bytes_per_token(config, resolved, tokenizer)
+    method = drafter_method(config) if method is None else method
+    drafter_bytes = method.kv_bytes_per_token(config, resolved, tokenizer)
     runner = ModelRunner.load(config, resolved, progress, drafter_bytes)
     from sonar_engine import __version__
 
@@ -338,7 +339,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Engi
         version=__version__,
         generation_defaults=dict(runner.config.generation_defaults),
     )
-    return Engine(config, runner, tokenizer, info)
+    return Engine(config, runner, tokenizer, info, method=method)
 
 
 def _build_scheduler(config: EngineConfig, runner: ModelRunner, info: EngineInfo, method: DrafterMethod) -> Scheduler:

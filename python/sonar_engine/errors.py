@@ -48,3 +48,11 @@ class EngineDeadError(SonarError):
 
 class VerdictError(SonarError):
     """A verdict that does not fit the step it was given for; the step stays in flight."""
+
+
+class StorageError(SonarError):
+    """A file that the file system refuses to write or to give."""
+
+
+class TrainingError(SonarError):
+    """Training data, states or a loss that cannot be used."""

@@ -71,6 +71,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    @property
+    def chat_template_sources(self) -> dict[str, str]:
+        """The chat templates by name; none where the model has none."""
+        return {} if self._template is None else self._template.sources
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with `add_special_tokens` also what the model puts around a text (a BOS, for some)."""
         try:

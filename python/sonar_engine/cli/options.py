@@ -45,6 +45,25 @@ def config_options(*models: type[BaseModel], without: tuple[str, ...] = ()) -> C
     return decorate
 
 
+def stage_options(model: type[BaseModel]) -> Callable[[Command], Command]:
+    """Adds an option for every field of `model` to a command, whose `**options` receives them, None where not given."""
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        added = [_field_parameter(model, option, field) for option, field in option_names(model).items()]
+        command.__signature__ = signature.replace(parameters=own + added)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in own + added}
+        return command
+
+    return decorate
+
+
+def given_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that the user gave."""
+    return {name: value for name, value in options.items() if value not in (None, [], ())}
+
+
 def load_options(options: dict[str, Any], **given: Any) -> LoadedConfig:
     """The configuration a command's `options` ask for, over environment and file."""
     file = options.pop("config", None)

@@ -10,11 +10,10 @@ number of the target's layers. `mtp_next_feature` in config.json says what is fe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +21,7 @@ from safetensors.torch import save_file
 from sonar_engine.drafters.mtp_config import ARCHITECTURE, MODEL_TYPE, MtpConfig, NextFeature
 from sonar_engine.drafters.mtp_head import MtpHead
 from sonar_engine.errors import ModelLoadError
+from sonar_engine.files import replacing, write_json
 from sonar_engine.models.model_config import ModelConfig, read_json
 from sonar_engine.models.safetensors_weights import SINGLE, SafetensorsCheckpoint
 from sonar_engine.models.weights import (
@@ -108,24 +108,36 @@ def load_head(
 
 
 def save_head(head: MtpHead, folder: Path, token_map: torch.Tensor | None = None) -> None:
-    """Writes a head's own folder. Each file is written beside its place and then renamed.
+    """Writes a head's own folder, as `write_head` does."""
+    write_head(head.config, head.parameters_for_saving(), folder, token_map)
 
-    `token_map` int [W] as in `LoadedHead`; W must be the configuration's `draft_vocab_size`.
+
+def write_head(
+    config: MtpConfig,
+    parameters: Mapping[str, torch.Tensor],
+    folder: Path,
+    token_map: torch.Tensor | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Each file is written beside its place and then renamed.
+
+    `parameters` as `MtpConfig.shapes` names them, on the CPU; `token_map` int [W] as in `LoadedHead`, W must be the
+    configuration's `draft_vocab_size`; `facts` are further keys of config.json.
     """
-    tensors = head.parameters_for_saving()
+    tensors = dict(parameters)
     num_ids = None if token_map is None else len(token_map)
-    if num_ids != head.config.draft_vocab_size:
-        raise ModelLoadError(f"draft_vocab_size is {head.config.draft_vocab_size}, and the token map has {num_ids} ids")
+    if num_ids != config.draft_vocab_size:
+        raise ModelLoadError(f"draft_vocab_size is {config.draft_vocab_size}, and the token map has {num_ids} ids")
     if token_map is not None:
         tensors[ID_OFFSETS] = token_map.cpu().long() - torch.arange(len(token_map))
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{SINGLE}.part"
-    save_file(tensors, unfinished, {"format": "pt"})
-    unfinished.replace(folder / SINGLE)
-    unfinished = folder / f".{CONFIG}.part"
-    dtype = str(next(iter(head.parameters())).dtype).removeprefix("torch.")
-    unfinished.write_text(json.dumps({**head.config.to_dict(), "dtype": dtype}, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(folder / CONFIG)
+    with replacing(folder / SINGLE) as unfinished:
+        save_file(tensors, unfinished, {"format": "pt"})
+    dtype = next(iter(parameters.values())).dtype
+    write_json(folder / CONFIG, {**config.to_dict(), "dtype": _dtype_name(dtype), **(facts or {})})
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _expected(files: HeadFiles) -> tuple[dict[str, Shape], dict[str, Shape]]:

@@ -93,10 +93,14 @@ class MtpHead(nn.Module):
         self, embeddings: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> HeadStates:
         """One pass over T tokens: embeddings [T, H] of the tokens at positions + 1, features [T, H] of those at
-        positions int32 [T]. `attend` writes each layer's keys and values, wherever they are kept, and attends."""
+        positions int32 [T]. `attend` writes each layer's keys and values, wherever they are kept, and attends.
+
+        Unless packed, it computes in the embeddings' dtype, whatever the parameters' own, and can be differentiated.
+        """
         parts = self._packed
         if parts is None:
-            parts = self._assemble(TorchOps(), dict(self.named_parameters()))
+            weights = {name: value.to(embeddings.dtype) for name, value in self.named_parameters()}
+            parts = self._assemble(TorchOps(), weights)
         if parts.embedding_norm is not None:
             embeddings = parts.ops.rms_norm(embeddings, parts.embedding_norm, self.config.block.rms_norm_eps)
         if parts.feature_norm is not None:

@@ -107,10 +107,24 @@ def load_output_rows(
 ) -> torch.Tensor:
     """The rows `ids` int64 [N], on the CPU, of the output matrix (the embedding where it is tied), [N, H]."""
     with open_checkpoint(Path(model_path), config) as checkpoint:
-        rows = torch.empty((len(ids), config.hidden_size), dtype=dtype, device=device)
-        for first, block in checkpoint.read(EMBEDDING if config.tie_word_embeddings else HEAD):
-            inside = (ids >= first) & (ids < first + block.shape[0])
-            rows[inside.to(device)] = block[ids[inside] - first].to(device, dtype)
+        return _rows(checkpoint, EMBEDDING if config.tie_word_embeddings else HEAD, ids, dtype, device)
+
+
+def load_embedding(
+    model_path: str | Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """The embedding alone, [V, H]."""
+    with open_checkpoint(Path(model_path), config) as checkpoint:
+        return _rows(checkpoint, EMBEDDING, torch.arange(config.vocab_size), dtype, device)
+
+
+def _rows(
+    checkpoint: Checkpoint, name: str, ids: torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    rows = torch.empty((len(ids), *checkpoint.shapes[name][1:]), dtype=dtype, device=device)
+    for first, block in checkpoint.read(name):
+        inside = (ids >= first) & (ids < first + block.shape[0])
+        rows[inside.to(device)] = block[ids[inside] - first].to(device, dtype)
     return rows
 
 
