@@ -10,6 +10,7 @@ import pytest
 from sonar_engine.config import EngineConfig
 from sonar_engine.engine import Engine, build_engine
 from tiny_models import make_tiny
+from training_runs import make_states
 
 BuildEngine = Callable[..., Engine]
 
@@ -50,3 +51,11 @@ def build_tiny(tiny_folder: Path) -> Iterator[BuildEngine]:
         engine.check_integrity()
         assert engine.stats().kv_cache_usage == 0
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_states(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with texts of the tiny model (`data`) and their hidden states (`states`)."""
+    folder = tmp_path_factory.mktemp("training")
+    make_states(tiny_folder, folder)
+    return folder

@@ -13,6 +13,7 @@ from sonar_engine.cli.chat import chat
 from sonar_engine.cli.generate import generate
 from sonar_engine.cli.models import models_app
 from sonar_engine.cli.serve import serve
+from sonar_engine.cli.train import train_app
 from sonar_engine.errors import SonarError
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
@@ -31,6 +32,7 @@ def build_app() -> typer.Typer:
         app.command()(command)
     app.add_typer(bench_app(), name="bench")
     app.add_typer(models_app(), name="models")
+    app.add_typer(train_app(), name="train")
     return app
 
 

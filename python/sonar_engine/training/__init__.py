@@ -1,0 +1,1 @@
+"""Training of draft heads with the engine that serves them: data, capture, fit, evaluate (`sonar train`)."""

@@ -1,0 +1,75 @@
+"""Which target texts, states and heads belong to: hashes, so that a mix-up is an error and not a poor head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sonar_engine.errors import TrainingError
+from sonar_engine.files import sha256_of_bytes
+from sonar_engine.models.model_config import ModelConfig
+from sonar_engine.models.registry import ResolvedModel, sha256_of
+from sonar_engine.tokenizer import Tokenizer
+
+_WHAT = {
+    "sha256": "weights",
+    "tokenizer_sha256": "tokenizer",
+    "template_sha256": "chat template",
+    "hidden_size": "hidden size",
+    "vocab_size": "vocabulary",
+}
+
+
+@dataclass(frozen=True)
+class TargetIdentity:
+    """Hashes are sha256 in hex: of the model's files, of its tokenizer and of its chat templates."""
+
+    name: str
+    sha256: str
+    tokenizer_sha256: str
+    template_sha256: str
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, resolved: ResolvedModel, tokenizer: Tokenizer) -> TargetIdentity:
+        config = ModelConfig.load(resolved.path)
+        return cls(
+            name=resolved.name,
+            sha256=model_sha256(resolved.path),
+            tokenizer_sha256=sha256_of_bytes(tokenizer.raw.to_str().encode()),
+            template_sha256=sha256_of_bytes(json.dumps(tokenizer.chat_template_sources, sort_keys=True).encode()),
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+        )
+
+    @classmethod
+    def from_dict(cls, raw: Any, where: str) -> TargetIdentity:
+        names = {field.name for field in fields(cls)}
+        if not isinstance(raw, Mapping) or set(raw) != names:
+            raise TrainingError(f"{where}: target must have {', '.join(sorted(names))}; make the file again")
+        return cls(**raw)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check(self, recorded: TargetIdentity, where: str) -> None:
+        """Raises TrainingError unless what `where` holds is of this target."""
+        differing = [what for field, what in _WHAT.items() if getattr(self, field) != getattr(recorded, field)]
+        if differing:
+            raise TrainingError(
+                f"{where} belongs to another target ({recorded.name!r}): its {' and '.join(differing)} "
+                f"differ from those of {self.name!r}; give the model it was made with, or make it again"
+            )
+
+
+def model_sha256(path: Path) -> str:
+    """Of a .gguf file; of a folder, over its configuration and weights, by name."""
+    if path.is_file():
+        return sha256_of(path)
+    files = sorted({path / "config.json", *path.glob("*.safetensors")})
+    listing = [f"{file.name} {sha256_of(file)}" for file in files if file.exists()]
+    return sha256_of_bytes("\n".join(listing).encode())
