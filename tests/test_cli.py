@@ -91,7 +91,9 @@ def test_wrong_usage_ends_with_code_2(sonar: Sonar, arguments: list[str]):
     assert sonar(*arguments) == 2
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "bench scheduler", "bench latency", "models pull"])
+@pytest.mark.parametrize(
+    "command", ["serve", "generate", "chat", "verify", "bench scheduler", "bench latency", "models pull"]
+)
 def test_every_command_explains_itself(sonar: Sonar, command: str):
     assert sonar(*command.split(), "--help") == 0
     assert "Usage: sonar" in sonar.out

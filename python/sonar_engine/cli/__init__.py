@@ -1,4 +1,4 @@
-"""The command `sonar`: serve, generate, chat, bench, models."""
+"""The command `sonar`: serve, generate, chat, verify, bench, models."""
 
 from sonar_engine.cli.app import main
 

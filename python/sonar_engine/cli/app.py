@@ -13,10 +13,10 @@ from sonar_engine.cli.chat import chat
 from sonar_engine.cli.generate import generate
 from sonar_engine.cli.models import models_app
 from sonar_engine.cli.serve import serve
+from sonar_engine.cli.terminal import INTERRUPTED, exit_with
 from sonar_engine.cli.train import train_app
+from sonar_engine.cli.verify import verify
 from sonar_engine.errors import SonarError
-
-INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def build_app() -> typer.Typer:
@@ -28,7 +28,7 @@ def build_app() -> typer.Typer:
         pretty_exceptions_enable=False,
     )
     app.callback()(_root)
-    for command in (serve, generate, chat):
+    for command in (serve, generate, chat, verify):
         app.command()(command)
     app.add_typer(bench_app(), name="bench")
     app.add_typer(models_app(), name="models")
@@ -57,21 +57,9 @@ def main() -> None:
     try:
         build_app()(prog_name="sonar")
     except SonarError as error:
-        if _follows_interrupt(error):
-            sys.exit(INTERRUPTED)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(1)
+        exit_with(error, 1)
     except BrokenPipeError:  # the reader of our output has gone, as in `sonar generate ... | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-
-
-def _follows_interrupt(error: BaseException | None) -> bool:
-    """Whether the error arose while Ctrl-C was ending the work: cleaning up half a step can fail."""
-    while error is not None:
-        if isinstance(error, KeyboardInterrupt):
-            return True
-        error = error.__context__
-    return False

@@ -1,16 +1,20 @@
-"""What the commands print for people: progress bars on stderr, and only on a terminal."""
+"""What the commands print for people: progress bars on stderr, only on a terminal, and errors in one line."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from sonar_engine.errors import SonarError
+
 ProgressCallback = Callable[[str, int, int], None]  # (what, done, total)
 
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
 LABELS = {"weights": "Loading weights"}  # what the engine reports, in words
 
 
@@ -50,3 +54,20 @@ class _Lines:
         if what not in self._seen:
             self._seen.add(what)
             print(f"{LABELS.get(what, what)} ...", file=sys.stderr, flush=True)
+
+
+def exit_with(error: SonarError, code: int) -> NoReturn:
+    """Ends the command with the error in one line and that exit code, or as interrupted where Ctrl-C led to it."""
+    if _follows_interrupt(error):
+        sys.exit(INTERRUPTED)
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _follows_interrupt(error: BaseException | None) -> bool:
+    """Whether the error arose while Ctrl-C was ending the work: cleaning up half a step can fail."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False
