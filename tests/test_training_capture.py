@@ -7,12 +7,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from sonar_engine import files
 from sonar_engine.errors import StorageError, TrainingError
-from sonar_engine.training.capture import capture_texts
+from sonar_engine.training.capture import ShardFiller, capture_texts
 from sonar_engine.training.data import make_texts
 from sonar_engine.training.shards import CapturedTexts, ShardIndex
 from sonar_engine.training.texts import read_texts
@@ -37,7 +38,8 @@ def test_states_are_the_targets_last_ones(tiny_folder: Path, tmp_path: Path, bat
         assert torch.equal(captured.tokens(index), tokens)
         assert captured.prompt_lens[index] == text.prompt_len
         wanted = reference.model(tokens[None].long()).last_hidden_state[0]
-        torch.testing.assert_close(captured.hidden(index), wanted, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(captured.hidden(index)[:-1], wanted[:-1], rtol=1e-3, atol=1e-3)
+        assert not captured.hidden(index)[-1].any()
 
 
 def test_states_have_the_dtype_they_were_computed_in(tiny_folder: Path, tmp_path: Path) -> None:
@@ -117,6 +119,35 @@ def test_texts_that_came_later_are_captured_later(tiny_folder: Path, tmp_path: P
     after = ShardIndex.read(tmp_path / "states")
     assert after.shards[: len(before.shards)] == before.shards
     assert after.num_texts == len(list(read_texts(tmp_path / "data"))) > before.num_texts
+
+
+def test_states_kept_while_answering_are_those_of_a_capture(
+    tiny_folder: Path, tiny_states: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very same files, also where the run is killed between texts and states, and where the batch is another."""
+
+    class Killed(BaseException):
+        pass
+
+    config = data_config(tiny_folder, tmp_path, states=tmp_path / "states", shard_tokens=300)
+    add, calls = ShardFiller.add, iter(range(1000))
+
+    def add_some(filler: ShardFiller, *arguments: Any) -> None:
+        if next(calls) == 8:
+            raise Killed
+        add(filler, *arguments)
+
+    monkeypatch.setattr(ShardFiller, "add", add_some)
+    with pytest.raises(Killed):
+        make_texts(config, quiet)
+    monkeypatch.undo()
+    assert len(list(read_texts(config.out))) == 9
+    assert ShardIndex.read(tmp_path / "states").num_texts < 8
+    make_texts(config.model_copy(update={"max_num_seqs": 3}), quiet)
+    assert contents(tmp_path) == contents(tiny_states)
+    assert (tmp_path / "data" / "texts.jsonl").read_bytes() == (tiny_states / "data" / "texts.jsonl").read_bytes()
+    assert capture_texts(capture_config(tiny_folder, tmp_path), quiet, quiet).num_texts > 8
+    assert contents(tmp_path) == contents(tiny_states)
 
 
 # Errors.

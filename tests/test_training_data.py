@@ -100,8 +100,8 @@ def test_texts_answer_the_prompts_of_the_files_and_the_targets_own(tiny_folder: 
         assert prompt[: len(prefix)] == prefix
         assert tokenizer.decode(prompt, skip_special_tokens=False).endswith("<|im_end|>\n<|im_start|>assistant\n")
         assert text.num_answer_tokens == 30 or text.tokens[-1] == 2
-        assert text.temperature == (0.0, 1.0)[text.index % 2]
     assert len({text.tokens.tobytes() for text in texts}) == len(texts)
+    assert len({(text.source == "self", text.temperature) for text in texts}) == 4
     counts = manifest["counts"]
     assert counts["texts"] == len(texts) == sum(counts["texts_by_source"].values())
     assert counts["answer_tokens"] == sum(text.num_answer_tokens for text in texts) >= config.tokens

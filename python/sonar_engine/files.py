@@ -28,6 +28,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         with told(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            part.touch()  # with the usual permissions, which other libraries' writers do not give
             yield part
             with part.open("rb") as file:
                 os.fsync(file.fileno())

@@ -42,6 +42,12 @@ class DataConfig(_TargetStage):
     """`sonar train data`: prompts, and the target's answers to them."""
 
     out: Path = Field(description="Folder for the texts; one that was begun with the same settings is continued")
+    states: Path | None = Field(
+        default=None,
+        description="Folder for the hidden states too, as `sonar train capture` would fill it, at a third of the cost; "
+        "default: none",
+    )
+    shard_tokens: int = Field(default=65536, ge=1, description="Tokens a file of states")
     prompts: tuple[Path, ...] = Field(
         default=(), description="Prompt files, chat .jsonl or plain .txt; default: none, the target writes all prompts"
     )
@@ -78,8 +84,8 @@ class FitConfig(_Stage):
     out: Path = Field(description="Folder for the head, the log and the training state")
     model: str = Field(default="smollm2-135m", description="The target that the states are of")
     init_from: Path | None = Field(default=None, description="A head to go on from; default: none, see init")
-    init: Literal["identity", "copy", "random"] = Field(
-        default="identity", description="How a new head begins: as the target's own prediction, as its last layer"
+    init: Literal["regression", "copy", "random"] = Field(
+        default="regression", description="How a new head begins: foreseeing the next state, as the target's last layer"
     )
     num_layers: int = Field(default=1, ge=1, le=64, description="Layers of a new head")
     without_norms: tuple[Literal["embedding", "feature", "input", "post_attention", "final"], ...] = Field(

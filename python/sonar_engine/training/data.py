@@ -9,18 +9,28 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from sonar_engine.drafters.capture import capturing
 from sonar_engine.engine import Engine, Progress, build_engine
 from sonar_engine.errors import TrainingError
-from sonar_engine.files import read_json_file, write_json
+from sonar_engine.files import check_room, read_json_file, write_json
 from sonar_engine.models.registry import resolve_model
 from sonar_engine.tokenizer import Tokenizer
+from sonar_engine.training.capture import (
+    ShardFiller,
+    StateCollector,
+    begin_index,
+    bytes_per_token,
+    capture_states,
+)
 from sonar_engine.training.config import DataConfig
 from sonar_engine.training.identity import TargetIdentity
 from sonar_engine.training.journal import Journal
@@ -32,7 +42,7 @@ from sonar_engine.types import SamplingParams
 SELF = "self"  # the source of prompts that the target wrote
 _WINDOW = 4  # tasks under way for each sequence of a batch: enough that a long answer does not starve it
 # Settings that may change between two runs over one folder.
-_FREE = {"out", "tokens", "max_num_seqs", "max_num_batched_tokens", "num_threads", "model"}
+_FREE = {"out", "states", "shard_tokens", "tokens", "max_num_seqs", "max_num_batched_tokens", "num_threads", "model"}
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,14 @@ class _Item:
     index: int
     prompt: ChatPrompt | None
     temperature: float
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A text, and its states [T, H] where they are wanted."""
+
+    text: Text
+    states: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -69,9 +87,11 @@ class _Seen:
 def make_texts(config: DataConfig, progress: Progress) -> dict[str, Any]:
     """Fills `config.out` and returns its manifest. Raises TrainingError, ConfigError or ModelLoadError."""
     prompts = read_prompt_files(config.prompts)
-    engine = build_engine(config.engine_config(**_lengths(config)), progress)
+    collector = None if config.states is None else StateCollector()
+    engine_config = config.engine_config(**_lengths(config), enable_prefix_caching=collector is None)
+    engine = build_engine(engine_config, progress, None if collector is None else capturing(collector.add))
     try:
-        return _Maker(config, engine, prompts).run(progress)
+        return _Maker(config, engine, prompts, collector).run(progress)
     finally:
         engine.close()
 
@@ -84,9 +104,13 @@ def _lengths(config: DataConfig) -> dict[str, Any]:
 
 
 class _Maker:
-    def __init__(self, config: DataConfig, engine: Engine, prompts: list[ChatPrompt]) -> None:
+    def __init__(
+        self, config: DataConfig, engine: Engine, prompts: list[ChatPrompt], collector: StateCollector | None
+    ) -> None:
+        """`collector` takes what the engine captures; None: states are not wanted."""
         self._config = config
         self._engine = engine
+        self._collector = collector
         self._turn = UserTurn.of(engine.tokenizer)
         self._prompts = _shuffled(_distinct(prompts), config.seed)
         self._identity = TargetIdentity.of(resolve_model(config.model), engine.tokenizer)
@@ -95,22 +119,41 @@ class _Maker:
         config, out = self._config, self._config.out
         self._begin()
         seen, num_tokens, first = self._continue()
+        filler = self._filler(config.tokens - num_tokens, progress)
         runner = TaskRunner(self._engine, _WINDOW * config.max_num_seqs)
         results = runner.run(self._task(item) for item in self._items(first))
-        with Journal(out / TEXTS) as journal:
+        with Journal(out / TEXTS) as journal, closing(results):
             while num_tokens < config.tokens:
                 progress("Answering", num_tokens, config.tokens)
-                text = next(results, _NO_MORE)
-                if text is _NO_MORE:
+                made = next(results, _NO_MORE)
+                if made is _NO_MORE:
                     break
-                if isinstance(text, Text) and seen.add(text, self._turn, self._engine.tokenizer):
-                    journal.append(text.to_record())
-                    num_tokens += text.num_answer_tokens
-            results.close()  # type: ignore[attr-defined]
+                if isinstance(made, _Made) and seen.add(made.text, self._turn, self._engine.tokenizer):
+                    journal.append(made.text.to_record())
+                    num_tokens += made.text.num_answer_tokens
+                    if filler is not None and made.states is not None:
+                        filler.add(made.text, made.states)
         progress("Answering", min(num_tokens, config.tokens), config.tokens)
+        if filler is not None:
+            filler.close()
         manifest = self._manifest(_counts(out))
         write_json(out / MANIFEST, manifest)
         return manifest
+
+    def _filler(self, answer_tokens: int, progress: Progress) -> ShardFiller | None:
+        """For the states of what is to come, after those that a killed run has left out."""
+        config, dtype = self._config, self._engine.info.dtype
+        if config.states is None or self._collector is None:
+            return None
+        check_room(config.states, max(answer_tokens, 0) * bytes_per_token(self._identity, dtype), "the states")
+        texts = list(read_texts(config.out))
+        index = begin_index(config.states, self._identity, dtype, texts)
+        filler, rest = ShardFiller(config.states, index, config.shard_tokens), texts[index.num_texts :]
+        states = capture_states(self._engine, self._collector, iter(rest))
+        for done, (text, state) in enumerate(zip(rest, states, strict=True), start=1):
+            filler.add(text, state)
+            progress("Capturing", done, len(rest))
+        return filler
 
     def _begin(self) -> None:
         """Raises TrainingError where the folder holds texts made with other settings."""
@@ -148,13 +191,16 @@ class _Maker:
             if prompt is None and config.self_share == 0:
                 return
             if index >= first:
-                yield _Item(index, prompt, config.temperature[index % len(config.temperature)])
+                turn = _seed(config.seed, index, "temperature") % len(config.temperature)
+                yield _Item(index, prompt, config.temperature[turn])
 
-    def _task(self, item: _Item) -> Task[Text | None]:
+    def _task(self, item: _Item) -> Task[_Made | None]:
         """None: there is no prompt, or one that is too long."""
         config, tokenizer = self._config, self._engine.tokenizer
         if item.prompt is None:
             own = yield Request(self._turn.prefix, self._prompt_params(item))
+            if self._collector is not None:
+                self._collector.drop(own.request_id)
             stopped = own.finish_reason == "stop"
             ended = own.token_ids[-1:] and own.token_ids[-1] in self._turn.stop_ids
             words = tokenizer.decode(own.token_ids[:-1] if ended else own.token_ids).strip()
@@ -169,7 +215,9 @@ class _Maker:
         answer = yield Request(prompt, self._answer_params(item))
         source = SELF if item.prompt is None else item.prompt.source
         tokens = np.array(prompt + answer.token_ids, np.int32)
-        return Text(item.index, source, item.temperature, tokens, len(prompt))
+        text = Text(item.index, source, item.temperature, tokens, len(prompt))
+        states = None if self._collector is None else self._collector.take(answer.request_id, len(tokens))
+        return _Made(text, states)
 
     def _prompt_params(self, item: _Item) -> SamplingParams:
         return SamplingParams(

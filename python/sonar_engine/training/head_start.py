@@ -13,7 +13,7 @@ from sonar_engine.drafters.mtp_head import MtpHead
 from sonar_engine.errors import TrainingError
 from sonar_engine.files import read_json_file
 from sonar_engine.models.model_config import ModelConfig
-from sonar_engine.models.weights import Checkpoint, open_checkpoint
+from sonar_engine.models.weights import Checkpoint, load_embedding, open_checkpoint
 from sonar_engine.training.config import FitConfig
 from sonar_engine.training.identity import TargetIdentity
 from sonar_engine.training.shards import CapturedTexts
@@ -21,6 +21,9 @@ from sonar_engine.training.vocabulary import choose_vocabulary, count_answer_tok
 
 TRAINED_FOR = "trained_for"  # in a head's config.json: the identity of its target
 COMMAND = "sonar train fit"
+_REGRESSION_TOKENS = 200_000
+_RIDGE = 1e-3  # of the inputs' mean square
+_LEAST_GAIN = 0.2  # of the gains' root mean square
 
 
 def start_head(
@@ -43,10 +46,10 @@ def start_head(
     )
     head = MtpHead(shape, max_positions=config.row_tokens + config.num_steps)
     head.reset_parameters(config.seed)
-    if config.init != "random":
+    if config.init == "copy":
         _copy_last_layer(head, path, target)
-    if config.init == "identity":
-        _predict_as_the_target(head, path, target)
+    if config.init == "regression":
+        _foresee_the_next_state(head, path, target, texts, indices)
     return head, token_map
 
 
@@ -85,20 +88,50 @@ def _copy_last_layer(head: MtpHead, path: Path, target: ModelConfig) -> None:
                 parameter.copy_(_read(checkpoint, last + name.split(".", 2)[2]))
 
 
-def _predict_as_the_target(head: MtpHead, path: Path, target: ModelConfig) -> None:
-    """The layers add nothing, and the fusion undoes the gain of the target's final norm, which the head's own final
-    norm puts back: so the first feature is the target's state, and its prediction that of the target at its position.
+def _foresee_the_next_state(
+    head: MtpHead, path: Path, target: ModelConfig, texts: CapturedTexts, indices: Sequence[int]
+) -> None:
+    """The layers add nothing at first, and the fusion is the ridge regression of the target's next state.
+
+    Their other matrices stay random: the large activations of the target's last layer would turn the first steps of
+    an optimiser that moves all weights alike into a leap.
+    What the final norm multiplies by is divided out of the states, so that the first feature is near the state that it
+    stands for, and so are those that the head feeds back.
     """
-    with torch.no_grad(), open_checkpoint(path, target) as checkpoint:
+    with open_checkpoint(path, target) as checkpoint:
         gain = _read(checkpoint, "model.norm.weight").float()
-        hidden = len(gain)
+    embedding = load_embedding(path, target, texts.dtype, "cpu")
+    least = _LEAST_GAIN * float(gain.pow(2).mean().sqrt())
+    gain = torch.where(gain < 0, -1.0, 1.0) * gain.abs().clamp(min=least)  # an entry near 0 tells nothing of the state
+    size, norms, eps = 2 * target.hidden_size, head.config.norms, target.rms_norm_eps
+    gram, moments = torch.zeros(size, size, dtype=torch.float64), torch.zeros(size, size // 2, dtype=torch.float64)
+    num_tokens = 0
+    for index in indices:
+        first, hidden = max(texts.prompt_lens[index] - 1, 0), texts.hidden(index).float()
+        if len(hidden) < first + 3 or num_tokens >= _REGRESSION_TOKENS:
+            continue
+        following = embedding[texts.tokens(index)[first + 1 : -1].long()].float()
+        inputs = torch.cat(
+            (_normed(following, norms.embedding, eps), _normed(hidden[first:-2], norms.feature, eps)), dim=1
+        )
+        wanted = hidden[first + 1 : -1] / gain if norms.final else hidden[first + 1 : -1]
+        gram += inputs.T @ inputs
+        moments += inputs.T @ wanted
+        num_tokens += len(inputs)
+    ridge = _RIDGE * gram.diagonal().mean().clamp(min=1e-9) * torch.eye(size, dtype=torch.float64)
+    fusion = torch.linalg.solve(gram + ridge, moments).T
+    with torch.no_grad():
         for name, parameter in head.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.zero_()
             elif name == "eh_proj.weight":
-                has_final = head.config.norms.final
-                parameter.zero_()
-                parameter[:, hidden:] = torch.diag(1 / gain) if has_final else torch.eye(hidden)
+                parameter.copy_(fusion)
+            elif name == "norm.weight":
+                parameter.copy_(gain)
+
+
+def _normed(x: torch.Tensor, has_norm: bool, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) if has_norm else x
 
 
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:

@@ -58,7 +58,7 @@ class TaskRunner:
         self._results: dict[int, Any] = {}  # by index of the task
         self._next_id = 1
 
-    def run(self, tasks: Iterator[Task[Result]]) -> Iterator[Result]:
+    def run(self, tasks: Iterator[Task[Result]]) -> Generator[Result, None, None]:
         """Closing the iterator aborts what runs. An error of a task ends all of them."""
         begun = given = 0
         exhausted = False
