@@ -97,9 +97,23 @@ class Scheduler:
     def take_plan(self) -> int | None:
         """Waits for the plan that was started and returns what it gave."""
 
-    def commit(self, step_id: int, num_emitted: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> Events:
+    def adapt_draft_length(self, points: Sequence[tuple[int, int, float]]) -> None:
+        """From now on rows draft as many tokens as pay, by their acceptance and by what steps cost.
+
+        `points` are measured steps to begin with: (decode rows, drafts of each, seconds), two draft lengths or more at
+        each number of rows, else `ConfigError`. Counters of prefix hits and preemptions start anew.
+        """
+
+    def commit(
+        self,
+        step_id: int,
+        num_emitted: npt.NDArray[np.int32],
+        tokens: npt.NDArray[np.int32],
+        seconds: float | None = None,
+    ) -> Events:
         """Ends the step in flight.
 
+        `seconds`: from the end of the step before to the end of this one, where one followed the other.
         `num_emitted` [num_reqs]: 0 where a row does not sample, else accepted drafts + 1; `tokens`
         [num_reqs, width]: accepted drafts, then the recovered or bonus token.
         """
@@ -209,6 +223,9 @@ class Stats:
     def num_preemptions(self) -> int: ...
     @property
     def waiting_tokens(self) -> int: ...
+    @property
+    def draft_length(self) -> int:
+        """Most drafts of a row now."""
 
 @final
 class CpuWeight:

@@ -3,7 +3,9 @@
 
 use divan::{Bencher, black_box};
 use sonar_scheduler::sim::{RandomAcceptance, SplitMix};
-use sonar_scheduler::{Events, NewRequest, PlannedStep, Scheduler, SchedulerConfig, Verdict};
+use sonar_scheduler::{
+    CostPoint, DraftPolicy, Events, NewRequest, PlannedStep, Scheduler, SchedulerConfig, Verdict,
+};
 
 fn main() {
     divan::main();
@@ -121,4 +123,26 @@ fn commit(
 fn plan_pack_commit(bencher: Bencher, (requests, drafts): (u32, u32)) {
     let mut running = Running::new(requests, drafts);
     bencher.bench_local(|| black_box(running.step()));
+}
+
+/// What the policy of draft lengths adds to a step, with up to 8 drafts.
+#[divan::bench(args = [1, 64, 256, 1000], sample_count = 300)]
+fn draft_policy(bencher: Bencher, requests: u32) {
+    let points = [(1, 0), (1, 8), (1000, 0), (1000, 8)].map(|(num_rows, num_drafts)| CostPoint {
+        num_rows,
+        num_drafts,
+        seconds: 1.0 + f64::from(num_rows * (num_drafts + 1)) / 1000.0,
+    });
+    let mut policy = DraftPolicy::new(&points, 1024, 8).expect("two lengths");
+    let mut random = SplitMix::new(5);
+    let accepted: Vec<u32> = (0..requests).map(|_| random.below(9) as u32).collect();
+    bencher.bench_local(|| {
+        let length = policy.choose(requests, &[requests; 8]);
+        policy.planned(requests, length, length * requests);
+        for &accepted in &accepted {
+            policy.add_row(length, accepted.min(length));
+        }
+        policy.ended(Some(1.0));
+        black_box(length)
+    });
 }

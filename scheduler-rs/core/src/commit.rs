@@ -241,10 +241,31 @@ impl Scheduler {
         verdict: &Verdict,
         events: &mut Events,
     ) -> Result<(), Box<CommitError>> {
+        self.commit_timed(step, verdict, None, events)
+    }
+
+    /// As [`Self::commit`]; `seconds` is the time from the end of the step before to the end of this one, where these
+    /// came one after the other. The policy of draft lengths learns from it.
+    ///
+    /// # Errors
+    /// As [`Self::commit`].
+    pub fn commit_timed(
+        &mut self,
+        step: PlannedStep,
+        verdict: &Verdict,
+        seconds: Option<f64>,
+        events: &mut Events,
+    ) -> Result<(), Box<CommitError>> {
         if let Err(error) = self.check_verdict(&step, verdict) {
             return Err(Box::new(CommitError { step, error }));
         }
         self.in_flight = None;
+        if let Some(policy) = &mut self.draft_policy {
+            for (row, &num) in step.rows.iter().zip(verdict.num_emitted) {
+                policy.add_row(row.num_drafts, (num - 1).max(0) as u32);
+            }
+            policy.ended(seconds.map(|seconds| seconds as f32));
+        }
         events.append(&mut self.ended);
         let num_ended = by_width!(verdict.width, self.commit_rows(&step.rows, verdict, events));
         self.insert_filled();

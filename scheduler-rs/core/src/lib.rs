@@ -11,6 +11,7 @@
 
 pub mod commit;
 pub mod config;
+pub mod draft_policy;
 pub mod error;
 pub mod ids;
 pub mod ngram;
@@ -23,6 +24,7 @@ pub mod sim;
 
 pub use commit::{Events, FinishReason, Verdict};
 pub use config::SchedulerConfig;
+pub use draft_policy::{CostError, CostPoint, DraftPolicy};
 pub use error::{CommitError, ConfigError, PlanError, RequestError, VerdictError};
 pub use ids::{PageId, RequestId, Slot, StepId};
 pub use request::{NewRequest, ValidRequest};

@@ -8,7 +8,7 @@ use common::{Device, Known, SeenRow, assert_no_page_held};
 use proptest::prelude::*;
 use sonar_scheduler::sim::{SplitMix, model_token};
 use sonar_scheduler::{
-    Events, NewRequest, PlannedStep, RequestError, Scheduler, SchedulerConfig, Verdict,
+    CostPoint, Events, NewRequest, PlannedStep, RequestError, Scheduler, SchedulerConfig, Verdict,
 };
 use std::collections::{BTreeMap, HashMap};
 
@@ -153,10 +153,19 @@ struct Machine {
 }
 
 impl Machine {
-    fn new(config: SchedulerConfig) -> Self {
+    fn new(config: SchedulerConfig, adapts: bool) -> Self {
+        let mut scheduler =
+            Scheduler::new(config.clone()).expect("the strategy makes valid configurations");
+        if adapts {
+            let points = [0, 1].map(|num_drafts| CostPoint {
+                num_rows: 1,
+                num_drafts,
+                seconds: 5.0,
+            });
+            scheduler.adapt_draft_length(&points).expect("two lengths");
+        }
         Self {
-            scheduler: Scheduler::new(config.clone())
-                .expect("the strategy makes valid configurations"),
+            scheduler,
             device: Device::new(&config),
             words: vec![0x5A5A; config.slot_words()],
             config,
@@ -278,12 +287,10 @@ impl Machine {
         // random drafts of `plan` differ from the model, the accepted positions must be written as the model has it.
         let mut events = Events::default();
         self.device_rewrite(rows, &num_emitted, &tokens, width);
+        let seconds = Some(1.0 + random.below(9) as f64);
+        let verdict = Verdict::chain(&num_emitted, &tokens, width);
         self.scheduler
-            .commit(
-                step,
-                &Verdict::chain(&num_emitted, &tokens, width),
-                &mut events,
-            )
+            .commit_timed(step, &verdict, seconds, &mut events)
             .expect("it fits");
         self.take(&events);
     }
@@ -443,9 +450,10 @@ proptest! {
     #[test]
     fn any_sequence_of_operations_keeps_the_invariants_and_every_request_gets_its_own_tokens(
         config in any_config(),
+        adapts in any::<bool>(),
         ops in proptest::collection::vec(any_op(), 1..60),
     ) {
-        let mut machine = Machine::new(config);
+        let mut machine = Machine::new(config, adapts);
         for op in ops {
             machine.apply(op);
         }

@@ -52,6 +52,7 @@ pub(crate) fn to_py(py: Python<'_>, error: &RuntimeError) -> PyErr {
         }
         RuntimeError::Config(_)
         | RuntimeError::Plan(_)
+        | RuntimeError::Cost(_)
         | RuntimeError::Ngram(_)
         | RuntimeError::SlotIndex { .. }
         | RuntimeError::Map { .. } => config_error(py, message),

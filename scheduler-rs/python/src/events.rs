@@ -50,6 +50,7 @@ pub(crate) struct Stats {
     prefix_hits: u64,
     num_preemptions: u64,
     waiting_tokens: u64,
+    draft_length: u32,
 }
 
 impl From<sonar_scheduler::Stats> for Stats {
@@ -64,6 +65,7 @@ impl From<sonar_scheduler::Stats> for Stats {
             prefix_hits: stats.prefix_hits,
             num_preemptions: stats.num_preemptions,
             waiting_tokens: stats.waiting_tokens,
+            draft_length: stats.draft_length,
         }
     }
 }

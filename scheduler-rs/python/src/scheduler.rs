@@ -7,7 +7,7 @@ use numpy::ndarray::ArrayView1;
 use numpy::{PyArray1, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use sonar_runtime::{RuntimeError, SchedulerHandle};
-use sonar_scheduler::{NewRequest, RequestId, SchedulerConfig, StepId, Verdict};
+use sonar_scheduler::{CostPoint, NewRequest, RequestId, SchedulerConfig, StepId, Verdict};
 
 /// The scheduler; see the stub.
 #[pyclass(frozen, module = "sonar_engine._scheduler")]
@@ -228,12 +228,26 @@ impl Scheduler {
         Ok(self.call(py, SchedulerHandle::take_plan)?.map(|id| id.0))
     }
 
+    fn adapt_draft_length(&self, py: Python<'_>, points: Vec<(u32, u32, f64)>) -> PyResult<()> {
+        let points: Vec<CostPoint> = points
+            .into_iter()
+            .map(|(num_rows, num_drafts, seconds)| CostPoint {
+                num_rows,
+                num_drafts,
+                seconds,
+            })
+            .collect();
+        self.call(py, |handle| handle.adapt_draft_length(&points))
+    }
+
+    #[pyo3(signature = (step_id, num_emitted, tokens, seconds=None))]
     fn commit(
         &self,
         py: Python<'_>,
         step_id: u64,
         num_emitted: &Bound<'_, PyAny>,
         tokens: &Bound<'_, PyAny>,
+        seconds: Option<f64>,
     ) -> PyResult<Events> {
         let num_emitted = read1("num_emitted", "[num_reqs]", num_emitted)?;
         let tokens = read2("tokens", "[num_reqs, width]", tokens)?;
@@ -248,6 +262,7 @@ impl Scheduler {
             handle.commit(
                 StepId(step_id),
                 &Verdict::chain(num_emitted, tokens, width),
+                seconds,
                 events,
             )
         })

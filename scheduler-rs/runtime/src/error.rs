@@ -1,7 +1,7 @@
 //! Errors of the runtime, beside those of the scheduler.
 
 use sonar_scheduler::ngram::NgramError;
-use sonar_scheduler::{ConfigError, PlanError, RequestError, VerdictError};
+use sonar_scheduler::{ConfigError, CostError, PlanError, RequestError, VerdictError};
 use thiserror::Error;
 
 /// What can go wrong at the handle.
@@ -16,6 +16,8 @@ pub enum RuntimeError {
     Plan(#[from] PlanError),
     #[error(transparent)]
     Verdict(#[from] VerdictError),
+    #[error(transparent)]
+    Cost(#[from] CostError),
     #[error(transparent)]
     Ngram(#[from] NgramError),
     #[error("step {asked} is not in flight{}; commit or revert each planned step once, in order", in_flight_words(*.in_flight))]

@@ -6,7 +6,8 @@ use crate::planner::Planner;
 use crate::slots::{SlotMap, SlotWriter};
 use parking_lot::Mutex;
 use sonar_scheduler::{
-    Events, NewRequest, PlannedStep, RequestId, Scheduler, SchedulerConfig, Stats, StepId, Verdict,
+    CostPoint, Events, NewRequest, PlannedStep, RequestId, Scheduler, SchedulerConfig, Stats,
+    StepId, Verdict,
 };
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -173,7 +174,16 @@ impl SchedulerHandle {
         self.planner.take()
     }
 
-    /// Commits the step in flight and adds its events; see [`Scheduler::commit`].
+    /// See [`Scheduler::adapt_draft_length`].
+    ///
+    /// # Errors
+    /// Measurements that make no cost table.
+    pub fn adapt_draft_length(&self, points: &[CostPoint]) -> Result<(), RuntimeError> {
+        self.shared
+            .with_state(|state| Ok(state.scheduler.adapt_draft_length(points)?))
+    }
+
+    /// Commits the step in flight and adds its events; see [`Scheduler::commit_timed`].
     ///
     /// # Errors
     /// The step is not in flight, or the verdict does not fit it; the step then stays in flight.
@@ -181,11 +191,13 @@ impl SchedulerHandle {
         &self,
         id: StepId,
         verdict: &Verdict,
+        seconds: Option<f64>,
         events: &mut Events,
     ) -> Result<(), RuntimeError> {
         self.shared.with_state(|state| {
             let step = take_step(state, id)?;
-            if let Err(failed) = state.scheduler.commit(step, verdict, events) {
+            let committed = state.scheduler.commit_timed(step, verdict, seconds, events);
+            if let Err(failed) = committed {
                 state.planned = Some(failed.step);
                 return Err(failed.error.into());
             }

@@ -1,6 +1,7 @@
 //! What can be asked of a scheduler without changing it.
 
 use super::Scheduler;
+use crate::draft_policy::DraftPolicy;
 use crate::ids::{RequestId, Slot};
 
 /// Counts of the present moment and since the start.
@@ -24,6 +25,8 @@ pub struct Stats {
     pub num_preemptions: u64,
     /// Tokens of the waiting requests.
     pub waiting_tokens: u64,
+    /// Most drafts of a row now.
+    pub draft_length: u32,
 }
 
 impl Scheduler {
@@ -74,6 +77,10 @@ impl Scheduler {
             prefix_hits: self.prefix_hits,
             num_preemptions: self.num_preemptions,
             waiting_tokens: self.waiting_tokens,
+            draft_length: self
+                .draft_policy
+                .as_ref()
+                .map_or(self.config.num_speculative_tokens, DraftPolicy::length),
         }
     }
 }

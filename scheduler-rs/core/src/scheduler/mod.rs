@@ -14,6 +14,7 @@ pub(crate) use planned_step::{Admitted, NewPage, Row};
 
 use crate::commit::{Events, FinishReason};
 use crate::config::SchedulerConfig;
+use crate::draft_policy::{CostError, CostPoint, DraftPolicy};
 use crate::error::{ConfigError, PlanError, RequestError};
 use crate::ids::{PageId, RequestId, RequestKey, Slot, StepId};
 use crate::packed_batch;
@@ -46,6 +47,10 @@ pub struct Scheduler {
     prefix_hits: u64,
     num_preemptions: u64,
     waiting_tokens: u64,
+    /// None: as many drafts as there are.
+    pub(crate) draft_policy: Option<DraftPolicy>,
+    /// Rows that can have more than j drafts, for the policy.
+    wanted: Vec<u32>,
 }
 
 impl Scheduler {
@@ -74,6 +79,8 @@ impl Scheduler {
             prefix_hits: 0,
             num_preemptions: 0,
             waiting_tokens: 0,
+            draft_policy: None,
+            wanted: Vec::new(),
             config,
         })
     }
@@ -81,6 +88,19 @@ impl Scheduler {
     /// The configuration.
     pub fn config(&self) -> &SchedulerConfig {
         &self.config
+    }
+
+    /// From now on drafts are as many as pay, by acceptance and by what steps cost, `points` to begin with. Counters of
+    /// requests start anew.
+    ///
+    /// # Errors
+    /// See [`CostError`].
+    pub fn adapt_draft_length(&mut self, points: &[CostPoint]) -> Result<(), CostError> {
+        let config = &self.config;
+        let most = config.num_speculative_tokens;
+        self.draft_policy = Some(DraftPolicy::new(points, config.max_num_seqs, most)?);
+        (self.prefix_queries, self.prefix_hits, self.num_preemptions) = (0, 0, 0);
+        Ok(())
     }
 
     /// Puts a request into the waiting queue.
@@ -205,6 +225,9 @@ impl Scheduler {
             return;
         }
         self.in_flight = None;
+        if let Some(policy) = &mut self.draft_policy {
+            policy.skip();
+        }
         for admitted in &step.admitted {
             if let Some((queries, hits)) = admitted.first_lookup {
                 self.prefix_queries -= u64::from(queries);

@@ -62,6 +62,7 @@ impl Scheduler {
     pub(super) fn grant_drafts(&mut self) {
         let mut step = std::mem::take(&mut self.building);
         let is_mixed = step.num_decode_reqs < step.rows.len();
+        let length = self.choose_length(&mut step.rows[..step.num_decode_reqs], is_mixed);
         let rows = &mut step.rows[..step.num_decode_reqs];
         let mut left = self.config.max_num_batched_tokens - step.num_tokens;
         if is_mixed && !self.config.speculate_in_mixed_batches {
@@ -78,11 +79,35 @@ impl Scheduler {
             row.num_tokens += row.num_drafts;
             num_drafts += row.num_drafts;
         }
+        if let Some(policy) = &mut self.draft_policy
+            && !is_mixed
+            && step.num_decode_reqs > 0
+        {
+            policy.planned(step.num_decode_reqs as u32, length, num_drafts);
+        }
         step.num_draft_tokens = num_drafts;
         step.num_tokens += num_drafts;
         step.num_decode_tokens += num_drafts;
         step.num_sample_rows += num_drafts;
         self.building = step;
+    }
+
+    /// Cuts the rows' drafts to the length that the policy chooses, if there is one. Returns that length.
+    fn choose_length(&mut self, rows: &mut [Row], is_mixed: bool) -> u32 {
+        let Some(policy) = &mut self.draft_policy else {
+            return self.config.num_speculative_tokens;
+        };
+        let length = if is_mixed {
+            policy.skip();
+            policy.length()
+        } else {
+            count_wanted(rows, self.config.num_speculative_tokens, &mut self.wanted);
+            policy.choose(rows.len() as u32, &self.wanted)
+        };
+        for row in rows {
+            row.num_drafts = row.num_drafts.min(length);
+        }
+        length
     }
 
     /// Takes pages for a row's drafts while there are any. Returns how many drafts they hold.
@@ -107,6 +132,19 @@ impl Scheduler {
         }
         num_positions
             .saturating_sub(request.num_computed_tokens + 1 + self.config.extra_positions())
+    }
+}
+
+/// Writes how many rows can have more than j drafts, for j below `most`.
+fn count_wanted(rows: &[Row], most: u32, wanted: &mut Vec<u32>) {
+    wanted.clear();
+    wanted.resize(most as usize + 1, 0);
+    for row in rows {
+        wanted[row.num_drafts.min(most) as usize] += 1;
+    }
+    wanted.remove(0);
+    for j in (1..wanted.len()).rev() {
+        wanted[j - 1] += wanted[j];
     }
 }
 
