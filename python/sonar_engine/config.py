@@ -43,6 +43,10 @@ class SpeculativeConfig(BaseModel):
         default="auto", description="Type of the draft model's weights and KV cache; auto: as for the target"
     )
     num_speculative_tokens: int = Field(default=4, ge=1, le=MAX_SPECULATIVE_TOKENS, description="Most drafts a step")
+    draft_length: Literal["fixed", "adaptive"] = Field(
+        default="fixed",
+        description="fixed: num_speculative_tokens drafts where there are as many; adaptive: as many of them as pay",
+    )
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
     oracle_texts: str | None = Field(default=None, description="What the oracle replays: `sonar generate --json` lines")

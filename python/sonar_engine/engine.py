@@ -26,6 +26,7 @@ from sonar_engine.sampling.validation import validate
 from sonar_engine.schedules.orders import SCHEDULES
 from sonar_engine.schedules.planner import StepPlanner
 from sonar_engine.schedules.stages import Machine, StepInFlight, commit, plan
+from sonar_engine.schedules.step_costs import CostRequests, measure_step_costs
 from sonar_engine.step_buffers import StepBuffers
 from sonar_engine.step_statistics import StepStatistics
 from sonar_engine.tokenizer import Tokenizer, load_tokenizer
@@ -76,6 +77,8 @@ class Engine:
         self._submit_lock = threading.Lock()
         self._num_probes = 0
         self._generation = Generation(self)
+        if config.speculative.draft_length == "adaptive" and info.num_speculative_tokens:
+            self._adapt_draft_length(looks_up=method.schedule == "plain")
 
     def _build_machine(self) -> Machine:
         runner, scheduler, drafter = self._runner, self._scheduler, self._drafter
@@ -166,6 +169,7 @@ class Engine:
         step_id = plan(self._machine)
         if step_id is None:
             self._device.rest()
+            self._statistics.rest()
             return
         with self._reverting(step_id):
             self._in_flight = self._schedule(self._machine, step_id), planned_at
@@ -275,6 +279,7 @@ class Engine:
             accepted_per_pos=totals.accepted_per_pos,
             step_seconds=dict(totals.step_seconds),
             device_idle_seconds=self._device.idle_seconds,
+            draft_length=gauges.draft_length,
         )
 
     @property
@@ -298,13 +303,33 @@ class Engine:
         """Prove that steps advance: an idle engine runs a one-token request; a busy one needs no proof."""
         if self.has_work():
             return
-        self._num_probes += 1
-        request_id = FIRST_PROBE_ID + self._num_probes
-        token = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0
-        self.submit(request_id, [token], SamplingParams(temperature=0.0, max_tokens=1))
+        request_id = self._submit_own(max_tokens=1)
         while request_id in self._params:
             if self.step() is None and not self.has_work():
                 raise EngineDeadError("the probe request vanished without an end")
+
+    def _submit_own(self, max_tokens: int) -> int:
+        """The id of a new request of the engine's own."""
+        self._num_probes += 1
+        request_id = FIRST_PROBE_ID + self._num_probes
+        token = self.info.eos_token_ids[0] if self.info.eos_token_ids else 0
+        params = SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True)
+        self.submit(request_id, [token], params)
+        return request_id
+
+    def _drop_own(self, request_id: int) -> None:
+        self.abort(request_id)
+        self._params.pop(request_id, None)
+
+    @torch.inference_mode()
+    def _adapt_draft_length(self, looks_up: bool) -> None:
+        """Measures what steps cost, then leaves the draft length to the scheduler's policy."""
+        requests = CostRequests(self._submit_own, self._drop_own, self.config, self.info.max_model_len)
+        most = self.info.num_speculative_tokens
+        points = measure_step_costs(self._machine, self._schedule, requests, most, looks_up=looks_up)
+        self.reset_prefix_cache()
+        if points:  # else no sequence has room for drafts
+            self._scheduler.adapt_draft_length(points)
 
     def close(self) -> None:
         """Abort what runs and stop the streaming thread. The engine cannot be used afterwards."""

@@ -27,6 +27,8 @@ class StepStatistics:
         self.step_seconds = dict.fromkeys(STAGES, 0.0)
         self._accepted_exactly = np.zeros(max_draft_tokens + 1, np.int64)  # [i] = verifications that accepted i drafts
         self._mark = 0.0
+        self._ended_at: float | None = None  # the last step
+        self.last_step_seconds: float | None = None  # from the end of the step before; None: it did not follow one
 
     def start(self) -> None:
         self._mark = time.perf_counter()
@@ -35,6 +37,17 @@ class StepStatistics:
         now = time.perf_counter()
         self.step_seconds[stage] += now - self._mark
         self._mark = now
+
+    def end_step(self) -> float | None:
+        """A step's verdict has arrived: sets and gives `last_step_seconds`."""
+        now = time.perf_counter()
+        self.last_step_seconds = None if self._ended_at is None else now - self._ended_at
+        self._ended_at = now
+        return self.last_step_seconds
+
+    def rest(self) -> None:
+        """There is no work: the next step follows none."""
+        self._ended_at = None
 
     def count(self, batch: BatchMetadata, events: Events) -> None:
         """Books a committed step: tokens prefilled, generated, drafted and accepted."""

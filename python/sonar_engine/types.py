@@ -137,6 +137,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     accepted_per_pos: list[int]
     step_seconds: dict[str, float]  # totals by stage
     device_idle_seconds: float
+    draft_length: int = 0  # most drafts a row now
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):

@@ -125,7 +125,8 @@ def commit(machine: Machine, step: StepInFlight) -> Committed:
         num_emitted, tokens, *logprobs = step.results.wait()
     with machine.stage("commit", "commit"):
         machine.sampling.observe(step.batch, step.verdict)
-        events = machine.scheduler.commit(step.batch.step_id, num_emitted, tokens)
+        seconds = machine.statistics.end_step()
+        events = machine.scheduler.commit(step.batch.step_id, num_emitted, tokens, seconds)
         machine.planner.start()
         machine.statistics.count(step.batch, events)
         columns = _logprob_columns(logprobs, step.batch, events) if logprobs else None

@@ -101,6 +101,7 @@ def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("sonar_num_requests_running", "Sequences in a slot.", value=stats.num_running)
     yield GaugeMetricFamily("sonar_num_requests_waiting", "Sequences in the queue.", value=stats.num_waiting)
     yield GaugeMetricFamily("sonar_kv_cache_usage_perc", "Share of pages in use, 0 to 1.", value=stats.kv_cache_usage)
+    yield GaugeMetricFamily("sonar_spec_decode_draft_length", "Most drafts of a sequence.", value=stats.draft_length)
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:
