@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from paired import interval, tokens_per_second, write_texts
 from sonar_engine.bench.generation import encoded_prompts
 from sonar_engine.config import EngineConfig, SpeculativeConfig
 from sonar_engine.engine import Engine, build_engine
@@ -29,31 +29,6 @@ def build(arguments: argparse.Namespace, **speculative: Any) -> Engine:
             speculative=SpeculativeConfig(**speculative),
         )
     )
-
-
-def write_texts(engine: Engine, prompts: list[list[int]], params: list[SamplingParams], file: Path) -> None:
-    """What the oracle replays: the load's own outputs."""
-    completions = engine.generate(prompts, params)
-    lines = [
-        json.dumps({"prompt_token_ids": prompt, "token_ids": completion.token_ids})
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
-    file.write_text("\n".join(lines))
-
-
-def tokens_per_second(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> float:
-    """More prompts than places: the next one enters when a sequence ends, beside those that decode."""
-    started = time.perf_counter()
-    completions = engine.generate(prompts, params)
-    return sum(len(completion.token_ids) for completion in completions) / (time.perf_counter() - started)
-
-
-def interval(ratios: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95 % of the medians of resampled ratios."""
-    random = np.random.default_rng(seed)
-    medians = np.median(random.choice(ratios, (2000, len(ratios))), axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return float(low), float(high)
 
 
 def main() -> None:
