@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from sonar_engine.cli.options import given_options, stage_options
 from sonar_engine.cli.terminal import progress_bars
 from sonar_engine.config_loader import load_stage
-from sonar_engine.training.config import CaptureConfig, DataConfig, FitConfig
+from sonar_engine.training.config import CaptureConfig, DataConfig, EvalConfig, FitConfig
 
 
 def train_app() -> typer.Typer:
-    app = typer.Typer(help="Train a draft head for a model: data, capture, fit.", no_args_is_help=True)
+    app = typer.Typer(
+        help="Train a draft head for a model: data, capture, fit, eval, or all of them.", no_args_is_help=True
+    )
     app.command()(data)
     app.command()(capture)
     app.command()(fit)
+    app.command("eval")(evaluate)
+    app.command()(run)
     return app
 
 
@@ -55,4 +60,27 @@ def fit(**options: Any) -> None:
 
     with progress_bars(lines_without_terminal=True) as progress:
         folder = fit_head(config, progress, _say)
+    print(folder)
+
+
+@stage_options(EvalConfig)
+def evaluate(**options: Any) -> None:
+    """What a head is worth: acceptance by task and position, loss, and speed, by the engine with the head in it."""
+    config = load_stage(EvalConfig, given_options(options))
+    from sonar_engine.training.evaluate import evaluate_head
+
+    with progress_bars(lines_without_terminal=True) as progress:
+        evaluate_head(config, progress, _say)
+    print(config.out)
+
+
+def run(
+    file: Annotated[Path, typer.Argument(help="YAML: out, model, and options of data, capture, fit, eval")],
+) -> None:
+    """All stages from one YAML file. Run again to go on."""
+    from sonar_engine.training.pipeline import Pipeline
+
+    pipeline = Pipeline.read(file)
+    with progress_bars(lines_without_terminal=True) as progress:
+        folder = pipeline.run(progress, _say)
     print(folder)

@@ -61,7 +61,7 @@ def _summary_writer(config: FitConfig) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError(
-            "tensorboard: the package is not installed (pip install 'sonar-engine[tensorboard]'); "
+            "tensorboard: the package is not installed (pip install 'sonar-engine[train]'); "
             "log.jsonl is written without it"
         ) from None
     return SummaryWriter(str(config.out / "tensorboard"))

@@ -4,15 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from sonar_engine.training.shards import CapturedTexts
+from sonar_engine.training.identity import TargetIdentity
 
 _OPEN_ROWS = 64  # rows that a text is tried in before a new one is begun
 
 Row = list[int]  # indices of texts
+
+
+class TextStates(Protocol):
+    """Texts and the target's states over them, by index; `CapturedTexts` has them on disk."""
+
+    @property
+    def target(self) -> TargetIdentity: ...
+
+    @property
+    def dtype(self) -> torch.dtype:  # of the states
+        ...
+
+    @property
+    def prompt_lens(self) -> list[int]: ...
+
+    def __len__(self) -> int: ...
+
+    def length(self, index: int) -> int: ...
+
+    def tokens(self, index: int) -> torch.Tensor:  # int32 [T]
+        ...
+
+    def hidden(self, index: int) -> torch.Tensor:  # [T, H]
+        ...
 
 
 @dataclass(frozen=True)
@@ -68,17 +93,17 @@ def batches_of(rows: list[Row], batch_rows: int) -> Iterator[list[Row]]:
         yield rows[number * batch_rows : (number + 1) * batch_rows]
 
 
-def count_texts(texts: CapturedTexts, rows: list[Row], row_tokens: int) -> int:
+def count_texts(texts: TextStates, rows: list[Row], row_tokens: int) -> int:
     """Texts with at least one start slot."""
     return sum(len(_slot_range(texts, index, row_tokens)) > 0 for row in rows for index in row)
 
 
-def _slot_range(texts: CapturedTexts, index: int, row_tokens: int) -> range:
+def _slot_range(texts: TextStates, index: int, row_tokens: int) -> range:
     """A text's start slots, in its own positions."""
     return range(max(texts.prompt_lens[index] - 1, 0), min(texts.length(index), row_tokens) - 2)
 
 
-def build_batch(texts: CapturedTexts, rows: list[Row], row_tokens: int) -> PackedBatch:
+def build_batch(texts: TextStates, rows: list[Row], row_tokens: int) -> PackedBatch:
     """The texts of `rows`, at least one row; a row without texts is padding."""
     parts = [_build_row(texts, row, row_tokens) for row in rows]
     most = max(1, *(len(part["slots"]) for part in parts))
@@ -89,7 +114,7 @@ def build_batch(texts: CapturedTexts, rows: list[Row], row_tokens: int) -> Packe
     return PackedBatch(**{name: torch.stack([part[name] for part in parts]) for name in parts[0]})
 
 
-def _build_row(texts: CapturedTexts, row: Row, row_tokens: int) -> dict[str, torch.Tensor]:
+def _build_row(texts: TextStates, row: Row, row_tokens: int) -> dict[str, torch.Tensor]:
     tokens = torch.zeros(row_tokens, dtype=torch.int64)
     hidden = torch.zeros((row_tokens, texts.target.hidden_size), dtype=texts.dtype)
     text_starts = torch.arange(row_tokens)

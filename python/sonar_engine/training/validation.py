@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sonar_engine.training.packing import Row, build_batch, count_texts, pack_rows
+from sonar_engine.training.packing import Row, TextStates, build_batch, count_texts, pack_rows
 from sonar_engine.training.ranks import Ranks
 from sonar_engine.training.shards import CapturedTexts
 from sonar_engine.training.trainer import HeadTrainer
@@ -58,13 +58,13 @@ class Validation:
         }
 
 
-def validation_rows(texts: CapturedTexts, indices: Sequence[int], row_tokens: int, most: int) -> list[Row]:
+def validation_rows(texts: TextStates, indices: Sequence[int], row_tokens: int, most: int) -> list[Row]:
     lengths = [texts.length(index) for index in range(len(texts))]
     return pack_rows(lengths, indices, row_tokens)[:most]
 
 
 @torch.no_grad()
-def validate(trainer: HeadTrainer, texts: CapturedTexts, rows: list[Row], row_tokens: int, ranks: Ranks) -> Validation:
+def validate(trainer: HeadTrainer, texts: TextStates, rows: list[Row], row_tokens: int, ranks: Ranks) -> Validation:
     """Every rank must call it, with the same rows."""
     num_steps = trainer.num_steps
     sums = torch.zeros(3 * num_steps + 1, dtype=torch.float64)
