@@ -20,7 +20,7 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PATH := $(CURDIR)/$(BIN):$(if $(CARGO),$(dir $(CARGO)):)$(PATH)
 unexport PYTHONHOME
 
-.PHONY: help setup demo serve test test-rust test-python lint bench size clean
+.PHONY: help setup demo serve test test-rust test-python test-matrix lint bench size clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test-rust: $(BUILT)
 
 test-python: $(BUILT)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-matrix: $(BUILT)  ## Every drafter in every situation against speculation off, on the real model (under an hour)
+	$(BIN)/python -m pytest tests/matrix --matrix=full $(ARGS)
 
 lint: $(BUILT)  ## Formatting, lints, types and the extension's stub; warnings are errors
 	$(BIN)/ruff check

@@ -13,6 +13,23 @@ from tiny_models import make_tiny
 from training_runs import make_states
 
 BuildEngine = Callable[..., Engine]
+MATRIX_ROWS = pytest.StashKey[list[tuple[str, ...]]]()
+MATRIX_HEAD = ("dtype", "drafter", "scenario", "requests", "tokens", "drafted", "acceptance length")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--matrix", choices=("slice", "full"), default="slice", help="how much tests/matrix runs")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """What the matrix compared, a line a cell."""
+    rows = config.stash.get(MATRIX_ROWS, [])
+    if not rows:
+        return
+    widths = [max(len(row[column]) for row in [MATRIX_HEAD, *rows]) for column in range(len(MATRIX_HEAD))]
+    terminalreporter.section("equal to the engine without speculation")
+    for row in [MATRIX_HEAD, *rows]:
+        terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 @pytest.fixture(scope="session")

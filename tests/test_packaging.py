@@ -112,5 +112,5 @@ def test_continuous_integration_runs_lint_and_tests_of_the_makefile():
 
 def test_make_alone_lists_every_target():
     output = run(["make", "--no-print-directory"], ROOT)
-    for target in ("setup", "demo", "serve", "test", "lint", "bench", "size"):
+    for target in ("setup", "demo", "serve", "test", "test-matrix", "lint", "bench", "size"):
         assert f"make {target} " in output
