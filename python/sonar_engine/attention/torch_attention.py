@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sonar_engine.device import to_device
 from sonar_engine.step_buffers import BatchMetadata
 
 _QUERY_BLOCK = 128  # query tokens of one block of a prompt chunk
@@ -141,21 +142,21 @@ class TorchAttention:
         tokens = start[:, None] + np.minimum(offsets, length[:, None] - 1)  # [B, Q]
         query_positions = num_keys[:, None] - length[:, None] + np.minimum(offsets, length[:, None] - 1)
         kept = None if (length == most_queries).all() else np.flatnonzero(offsets < length[:, None])
-        queries_at = torch.from_numpy(query_positions).to(device)[:, :, None]  # [B, Q, 1]
-        last_key = torch.from_numpy(num_keys - 1).to(device)[:, None]  # [B, 1]
+        queries_at = to_device(query_positions, device)[:, :, None]  # [B, Q, 1]
+        last_key = to_device(num_keys - 1, device)[:, None]  # [B, 1]
         keys_at = torch.arange(most_keys, device=device)
         mask = keys_at <= queries_at  # [B, Q, L]
         if self._window is not None:
             mask &= keys_at > queries_at - self._window
-        slots = torch.from_numpy(batch.host["slots"][row].astype(np.int64)).to(device)
+        slots = to_device(batch.host["slots"][row].astype(np.int64), device)
         positions = torch.minimum(keys_at, last_key)  # [B, L]
         pages = batch.page_table[slots[:, None], positions // page_size].long()
         return _Group(
-            tokens=torch.from_numpy(tokens).to(device),
+            tokens=to_device(tokens, device),
             keys=(pages * (2 * page_size) + positions % page_size).flatten(),
             num_keys=most_keys,
             mask=mask[:, None],
-            kept=None if kept is None else torch.from_numpy(kept).to(device),
+            kept=None if kept is None else to_device(kept, device),
         )
 
     def _rows(self, batch: BatchMetadata) -> list[_Row]:

@@ -19,7 +19,8 @@ class ActiveRows:
     """The decode rows that take a draft number `step` (from 0), int64 [N] each."""
 
     step: int
-    index: torch.Tensor  # of the decode rows, on the device
+    index: torch.Tensor | slice  # of the decode rows, on the device
+    device_slots: torch.Tensor  # int32 [N], `slots` there
     slots: np.ndarray
     known: np.ndarray  # tokens of each sequence that are no drafts
 
@@ -43,13 +44,13 @@ def draft_chain(
     lens = batch.host["num_draft_tokens"][:num_decode]
     slots = batch.host["slots"][:num_decode].astype(np.int64)
     known = (batch.host["kv_len"][:num_decode] - lens).astype(np.int64)
-    output_pos = batch.host["output_pos"][:num_decode]
+    output_pos, device_slots = batch.host["output_pos"][:num_decode], batch.slots[:num_decode]
     tokens = torch.zeros((num_decode, most), dtype=torch.int32, device=device)
     needs_probs, probs = sampler.draws(slots[lens > 0]), None
     for step in range(most):
         active = np.flatnonzero(lens > step)
-        index = to_device(active, device)
-        rows = ActiveRows(step, index, slots[active], known[active])
+        index = slice(None) if len(active) == num_decode else to_device(active, device)
+        rows = ActiveRows(step, index, device_slots[index], slots[active], known[active])
         logits = next_logits(rows, None if step == 0 else tokens[index, step - 1])
         tokens[index, step] = sampler.choose(logits, rows.slots, output_pos[active], step)
         if needs_probs:

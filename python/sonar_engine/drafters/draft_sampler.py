@@ -52,23 +52,32 @@ class DraftSampler:
 
         output_pos int [N] is the output position of draft 0; it grows from step to step of a request.
         """
+        uses = self._state.uses[slots]
+        all_uses = int(np.bitwise_or.reduce(uses, initial=0))
+        if not all_uses & SAMPLED:
+            return self._as_target_ids(self._sampler.greedy(logits))
+        is_seeded = (uses & SEEDED) > 0
+        rows = self._rows(slots, all_uses, is_seeded, output_pos, step)
+        if self._token_map is None or not is_seeded.any():
+            return self._as_target_ids(self._sampler.sample(logits, rows))
+        # Noise belongs to the target's ids, so it must meet them.
+        wide = logits.new_full((logits.shape[0], self._state.vocab_size), -torch.inf)
+        wide[:, self._token_map] = logits
+        return self._sampler.sample(wide, rows)
+
+    def _rows(
+        self, slots: np.ndarray, all_uses: int, is_seeded: np.ndarray, output_pos: np.ndarray, step: int
+    ) -> _Rows:
         state = self._state
         index = to_device(slots, state.device)
-        uses = state.uses[slots]
-        is_seeded = (uses & SEEDED) > 0
         positions = to_device((output_pos + step * is_seeded).astype(np.int32), state.device)
         own = Seeds(state.seed_lo[index], state.seed_hi[index])
         fresh, coupled = draft_seeds(own, step), to_device(is_seeded, state.device)
         seeds = Seeds(torch.where(coupled, own.lo, fresh.lo), torch.where(coupled, own.hi, fresh.hi))
-        all_uses = int(np.bitwise_or.reduce(uses, initial=0))
-        rows = _Rows(all_uses, state.inv_temperature[index], seeds, positions)
-        if self._token_map is None:
-            return self._sampler.sample(logits, rows)
-        if is_seeded.any():  # noise belongs to the target's ids, so it must meet them
-            wide = logits.new_full((logits.shape[0], state.vocab_size), -torch.inf)
-            wide[:, self._token_map] = logits
-            return self._sampler.sample(wide, rows)
-        return self._token_map[self._sampler.sample(logits, rows)]
+        return _Rows(all_uses, state.inv_temperature[index], seeds, positions)
+
+    def _as_target_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if self._token_map is None else self._token_map[tokens]
 
     def probs(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """The distribution that `choose` draws from, fp32 [N, W]; meaningless in rows of greedy requests."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from sonar_engine.device import to_device
 from sonar_engine.drafters.base import Draft, Verdict
 from sonar_engine.step_buffers import BatchMetadata
 
@@ -54,7 +55,7 @@ class NgramDrafter:
             return None
         decode_slots = batch.host["slots"][: batch.num_decode_reqs]
         tokens = self._tokens[decode_slots, : batch.max_draft_tokens]  # [D, K]
-        return Draft(torch.from_numpy(tokens).to(self._device))
+        return Draft(to_device(tokens, self._device))
 
     def ingest(self, batch: BatchMetadata, hidden: torch.Tensor, verdict: Verdict) -> None:
         pass

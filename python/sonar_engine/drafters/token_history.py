@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sonar_engine.device import to_device
 from sonar_engine.drafters.base import Verdict
 from sonar_engine.step_buffers import BatchMetadata
 
@@ -30,7 +31,7 @@ class TokenHistory:
         samples = np.diff(batch.host["sample_indptr"]) > 0  # other rows still have prompt tokens there
         rows: slice | torch.Tensor = slice(None)
         if not samples.all():
-            rows = torch.from_numpy(np.flatnonzero(samples)).to(self.tokens.device)
+            rows = to_device(np.flatnonzero(samples), self.tokens.device)
         known = (batch.kv_len - batch.num_draft_tokens)[rows]
         emitted = verdict.tokens[rows]
         positions = known[:, None] + torch.arange(emitted.shape[1], device=self.tokens.device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sonar_engine.device import to_device
 from sonar_engine.drafters.base import Verdict
 from sonar_engine.sampling.state import LOGPROBS, SampleRows, SamplingState
 
@@ -34,7 +35,7 @@ def keep_raw(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> Ra
     if not rows.all_uses & LOGPROBS:
         return None
     asking = rows.that_use(LOGPROBS)
-    index = torch.from_numpy(asking).to(logits.device)
+    index = to_device(asking, logits.device)
     width = max(int(state.num_logprobs[rows.host_slots[asking]].max()), 1)
     return RawLogits(index, logits[index], min(width, logits.shape[1]))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sonar_engine.device import to_device
 from sonar_engine.sampling import state as s
 from sonar_engine.sampling.cuts import TopLimits, cut_min_p, cut_top
 from sonar_engine.sampling.state import SampleRows, SamplingState
@@ -40,7 +41,7 @@ class _Asking:
     def __init__(self, logits: torch.Tensor, rows: SampleRows, bits: int) -> None:
         asking = rows.that_use(bits)
         self._whole = None if len(asking) == len(logits) else logits
-        self.index = torch.from_numpy(asking).to(logits.device)
+        self.index = to_device(asking, logits.device)
         self.logits = logits if self._whole is None else logits[self.index]
         self.host_slots: np.ndarray = rows.host_slots[asking]
         self.slots = rows.slots[self.index]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sonar_engine.device import to_device
+
 
 class RowPool:
     """Rows of one tensor [capacity, width], lent to the slots that ask; the tensor doubles when it is full.
@@ -32,7 +34,7 @@ class RowPool:
 
     def index_of(self, slots: np.ndarray) -> torch.Tensor:
         """Rows of `slots` (each must hold one), int64 on the device."""
-        return torch.from_numpy(self._index[slots]).to(self.rows.device)
+        return to_device(self._index[slots], self.rows.device)
 
     def _grow(self) -> None:
         capacity, width = self.rows.shape

@@ -52,26 +52,37 @@ class Sampler:
 
         The lowest id wins ties.
         """
-        greedy = not rows.all_uses & SAMPLED
+        if not rows.all_uses & SAMPLED:
+            return self.greedy(logits)
         if self._cpu_kernels is None:
-            if greedy:
-                return logits.argmax(dim=1).to(torch.int32)
             return gumbel_argmax(logits, rows.inv_temperature, rows.seeds.lo, rows.seeds.hi, rows.positions)
+        return self._draw(self._cpu_kernels, logits, rows.inv_temperature, rows.seeds, rows.positions.contiguous())
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """fp32 [S, V] -> int32 [S]: argmax."""
+        if self._cpu_kernels is None:
+            return logits.argmax(dim=1).to(torch.int32)
+        zeros = torch.zeros(logits.shape[0])  # an inverse temperature of 0; seeds and positions are not read
+        return self._draw(self._cpu_kernels, logits, zeros, Seeds(zeros, zeros), zeros)
+
+    @staticmethod
+    def _draw(
+        kernels: CpuKernels,
+        logits: torch.Tensor,
+        inv_temperature: torch.Tensor,
+        seeds: Seeds,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
         logits = logits.float().contiguous()
         tokens = torch.empty(logits.shape[0], dtype=torch.int32)
-        if greedy:  # the seeds are not read
-            inv_temperature = seed_lo = seed_hi = positions = torch.zeros(logits.shape[0])
-        else:
-            inv_temperature, seed_lo, seed_hi = rows.inv_temperature, rows.seeds.lo, rows.seeds.hi
-            positions = rows.positions.contiguous()
-        self._cpu_kernels.gumbel_argmax(
+        kernels.gumbel_argmax(
             logits.shape[0],
             logits.shape[1],
             logits.data_ptr(),
             logits.stride(0),
             inv_temperature.data_ptr(),
-            seed_lo.data_ptr(),
-            seed_hi.data_ptr(),
+            seeds.lo.data_ptr(),
+            seeds.hi.data_ptr(),
             positions.data_ptr(),
             tokens.data_ptr(),
         )

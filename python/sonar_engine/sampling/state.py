@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from sonar_engine.device import to_device
 from sonar_engine.drafters.base import Verdict
 from sonar_engine.sampling.coins import Seeds, split_seed
 from sonar_engine.sampling.row_pool import RowPool
@@ -184,7 +185,7 @@ class SamplingState:
         asking = np.flatnonzero(self.uses[host_slots] & COUNTED)
         if asking.size == 0:
             return
-        index = torch.from_numpy(asking).to(self.device)
+        index = to_device(asking, self.device)
         tokens = verdict.tokens[index].long().clamp_(min=0)  # [n, K + 1]
         emitted = torch.arange(tokens.shape[1], device=self.device) < verdict.num_emitted[index, None]
         places = self.output_counts.index_of(host_slots[asking])[:, None] * self.vocab_size + tokens

@@ -15,6 +15,7 @@ import torch
 from sonar_kernels import DraftVocabulary, SampledRule, TypicalRule
 
 from sonar_engine.config import LossyConfig
+from sonar_engine.device import to_device
 from sonar_engine.drafters.base import Draft
 from sonar_engine.errors import ConfigError
 from sonar_engine.sampling.coins import RECOVER, accept_coins
@@ -40,7 +41,7 @@ def sampled_rule(
     if draft.probs is None or requests.size == 0:
         return None
     width = batch.max_draft_tokens
-    index = torch.from_numpy(requests).to(logits.device)
+    index = to_device(requests, logits.device)
     first = batch.sample_indptr[index].long()  # sampled row of the first draft
     seeds, positions = rows.seeds.rows(first), rows.positions[first]
     recover = seeds.for_purpose(RECOVER)
@@ -64,7 +65,7 @@ def lossy_rule(
     requests = _drafted(batch, state, SAMPLED)
     if requests.size == 0:
         return None
-    index = torch.from_numpy(requests).to(logits.device)
+    index = to_device(requests, logits.device)
     return TypicalRule(
         requests=index.to(torch.int32),
         target_probs=_target_probs(logits, rows, batch.sample_indptr[index].long(), batch.max_draft_tokens),
