@@ -92,7 +92,8 @@ def test_wrong_usage_ends_with_code_2(sonar: Sonar, arguments: list[str]):
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "generate", "chat", "verify", "bench scheduler", "bench latency", "models pull"]
+    "command",
+    ["serve", "generate", "chat", "verify", "bench scheduler", "bench latency", "bench overlap", "models pull"],
 )
 def test_every_command_explains_itself(sonar: Sonar, command: str):
     assert sonar(*command.split(), "--help") == 0
@@ -324,6 +325,18 @@ def test_the_scheduler_bench_prints_a_table(sonar: Sonar):
     assert row.split()[:2] == ["2", "1"]
 
 
+def test_the_overlap_bench_prints_the_idle_share_and_writes_a_trace(sonar: Sonar, tmp_path: Path):
+    quick = ["--requests", "3", "--drafts", "2", "--steps", "4", "--target-ms", "2", "--draft-ms", "1"]
+    trace = tmp_path / "trace.json"
+    for schedule in ("draft_target", "mtp"):
+        options = ["--schedule", schedule, "--planning-ms", "3", "--json", "--trace", str(trace)]
+        assert sonar("bench", "overlap", *quick, *options) == 0
+        (line,) = sonar.json_lines()
+        assert (line["schedule"], line["requests"], line["planning_ms"]) == (schedule, 3, 3.0)
+        assert 0 < line["device_idle_share"] < 1  # a plan takes longer than the pass that is to hide it
+        assert {event["name"] for event in json.loads(trace.read_text())["traceEvents"]} >= {"plan", "ingest"}
+
+
 def test_latency_and_throughput_report_tokens_per_second_beside_transformers(sonar: Sonar, tiny: list[str]):
     options = [*tiny, "--output-len", "4", "--compare", "transformers", "--json"]
     assert sonar("bench", "latency", *options, "--repeat", "1") == 0
@@ -350,6 +363,7 @@ def test_resident_memory_is_split_into_weights_cache_and_the_rest(sonar: Sonar, 
         (["scheduler", "--drafts", "33"], "from 0 to 32"),
         (["throughput", "--streams", "4097"], "from 1 to 4096"),
         (["latency", "--compare", "other"], "--compare transformers"),
+        (["overlap", "--trace", "/no/such/folder/trace.json"], "there is no folder /no/such/folder"),
     ],
 )
 def test_a_wrong_bench_option_is_one_line(sonar: Sonar, arguments: list[str], part: str):

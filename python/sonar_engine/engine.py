@@ -67,7 +67,8 @@ class Engine:
         self._scheduler = _build_scheduler(config, runner, info, method)
         self._sampling = SamplingState(config.max_num_seqs, info.vocab_size, runner.device, info.eos_token_ids)
         self._statistics = StepStatistics(config.speculative.num_speculative_tokens)
-        self._drafter: Drafter = method.build(DrafterContext(config, self._scheduler, runner, self._sampling))
+        context = DrafterContext(config, self._scheduler, runner, self._sampling, self._device)
+        self._drafter: Drafter = method.build(context)
         self._schedule = SCHEDULES[method.schedule]
         self._machine = self._build_machine()
         self._in_flight: tuple[StepInFlight, float] | None = None  # and when it was planned, time.monotonic()

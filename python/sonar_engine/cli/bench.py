@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,10 +26,13 @@ Repeat = Annotated[int, typer.Option(min=1, help="Runs after the warm-up; the me
 
 
 def bench_app() -> typer.Typer:
-    app = typer.Typer(help="Measure the scheduler, one stream, or many.", no_args_is_help=True)
+    app = typer.Typer(
+        help="Measure the scheduler, one stream, many, or how host and device overlap.", no_args_is_help=True
+    )
     app.command()(scheduler)
     app.command()(latency)
     app.command()(throughput)
+    app.command()(overlap)
     return app
 
 
@@ -84,6 +88,42 @@ def throughput(
         from sonar_engine.bench.generation import measure_throughput
 
         _print(measure_throughput(session.engine, counts, settings), as_json)
+
+
+def overlap(
+    *,
+    schedule: Annotated[Literal["draft_target", "mtp"], typer.Option(help="Order of a step's stages")] = "draft_target",
+    requests: Annotated[int, typer.Option(min=1, max=MAX_NUM_SEQS, help="Decoding requests")] = 256,
+    drafts: Annotated[int, typer.Option(min=1, max=MAX_SPECULATIVE_TOKENS, help="Drafts a request and step")] = 4,
+    target_ms: Annotated[float, typer.Option(min=0, help="One pass of the target")] = 20.0,
+    draft_ms: Annotated[float, typer.Option(min=0, help="One pass of the drafter over a token a request")] = 5.0,
+    ingest_ms: Annotated[
+        float | None, typer.Option(min=0, help="The drafter's pass behind verification; default: as --draft-ms")
+    ] = None,
+    planning_ms: Annotated[float, typer.Option(min=0, help="Least time of a plan, on the planner's thread")] = 0.0,
+    steps: Annotated[int, typer.Option(min=1, help="Measured decode steps")] = 100,
+    trace: Annotated[Path | None, typer.Option(help="File for the first steps' trace, for ui.perfetto.dev")] = None,
+    as_json: Json = False,
+) -> None:
+    """The engine's loop on a simulated device: the share of a step in which the device has nothing to run."""
+    from sonar_engine.bench.overlap import OverlapSettings, measure_overlap, write_trace
+
+    if trace is not None and not trace.parent.is_dir():
+        raise ConfigError(f"--trace {trace}: there is no folder {trace.parent}; make it first")
+    settings = OverlapSettings(
+        schedule,
+        requests,
+        drafts,
+        steps,
+        target=target_ms / 1e3,
+        draft=draft_ms / 1e3,
+        ingest=(draft_ms if ingest_ms is None else ingest_ms) / 1e3,
+        planning=planning_ms / 1e3,
+    )
+    figures, timeline = measure_overlap(settings)
+    _print([figures], as_json)
+    if trace is not None:
+        write_trace(timeline, trace)
 
 
 def _opponent(name: str | None) -> Opponent | None:

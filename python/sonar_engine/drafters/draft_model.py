@@ -54,9 +54,19 @@ class DraftModelDrafter:
     runs_on: Literal["leader"] = "leader"
 
     def __init__(
-        self, runner: ModelRunner, sampler: DraftSampler, scheduler: Scheduler, config: EngineConfig, vocab_size: int
+        self,
+        runner: ModelRunner,
+        sampler: DraftSampler,
+        scheduler: Scheduler,
+        config: EngineConfig,
+        vocab_size: int,
+        *,
+        compacts: bool,
     ) -> None:
-        """`runner` is the draft's, over the target's pages; `vocab_size` the width of the target's logits."""
+        """`runner` is the draft's, over the target's pages; `vocab_size` the width of the target's logits.
+
+        `compacts`: the verdict is on the host at once, so that rejected drafts are left out of the ingest run.
+        """
         plan, device = runner.kv_cache.plan, runner.device
         max_num_seqs, k = config.max_num_seqs, config.speculative.num_speculative_tokens
         self._runner = runner
@@ -70,8 +80,7 @@ class DraftModelDrafter:
         self._carried = torch.zeros((max_num_seqs, vocab_size), dtype=torch.float32, device=device)  # logits
         self._ingested: _Ingested | None = None
         self._most_tokens = config.max_num_batched_tokens + max_num_seqs * (k + 1)  # of one pass
-        # Where the verdict is on the host at once, rejected drafts are left out of the ingest run.
-        self._compacts = device.type == "cpu"
+        self._compacts = compacts
 
     @classmethod
     def build(cls, context: DrafterContext) -> DraftModelDrafter:
@@ -79,7 +88,8 @@ class DraftModelDrafter:
         draft, target = find_draft(context.config), context.runner
         runner = target.load_beside(draft.engine_config, draft.resolved)
         sampler = DraftSampler(context.sampling, target.cpu_kernels)
-        return cls(runner, sampler, context.scheduler, context.config, target.vocab_size)
+        compacts = not context.device.runs_alone
+        return cls(runner, sampler, context.scheduler, context.config, target.vocab_size, compacts=compacts)
 
     @property
     def kv_layers(self) -> int:
@@ -112,7 +122,7 @@ class DraftModelDrafter:
         rows = np.flatnonzero(self._speculates[slots] & (is_level | ~is_decode))
         if len(rows) == 0:
             return
-        index = torch.from_numpy(rows).to(self._runner.device)
+        index = to_device(rows, self._runner.device)
         num_emitted = verdict.num_emitted[index]
         spans = self._ingest_spans(batch, rows, num_emitted)
         samples = np.flatnonzero(np.diff(batch.host["sample_indptr"])[rows])
@@ -146,14 +156,14 @@ class DraftModelDrafter:
         if len(behind) == 0:
             return
         spans = Spans(slots[behind], self._cursors.cursors[slots[behind]], known[behind])
-        last = torch.from_numpy(spans.ends - 1).to(self._runner.device)
+        last = to_device(spans.ends - 1, self._runner.device)
         self._run(spans, np.arange(len(behind)), last)
         self._cursors.advance(spans.slots, spans.ends)
 
     def _draft(self, batch: BatchMetadata) -> Draft:
         def next_logits(rows: ActiveRows, tokens: torch.Tensor | None) -> torch.Tensor:
             if tokens is None:
-                return self._carried[to_device(rows.slots, self._runner.device)]
+                return self._carried.index_select(0, rows.device_slots)
             ends = rows.known + rows.step
             return self._logits(self._forward(Spans(rows.slots, ends - 1, ends), tokens))
 
@@ -167,9 +177,9 @@ class DraftModelDrafter:
             return
         device = self._runner.device
         first_rows = np.cumsum(spans.lens) - spans.lens
-        index, offsets = torch.from_numpy(samples).to(device), torch.from_numpy(first_rows - spans.starts).to(device)
+        index, offsets = to_device(samples, device), to_device(first_rows - spans.starts, device)
         logits = self._logits(hidden[(last + offsets)[index]])
-        self._carried[torch.from_numpy(spans.slots[samples]).to(device)] = logits
+        self._carried[to_device(spans.slots[samples], device)] = logits
 
     def _shorten(self, spans: Spans) -> Spans:
         """Runs leading tokens of long rows, so that what remains is one pass of bounded size."""

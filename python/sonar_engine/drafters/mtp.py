@@ -61,10 +61,12 @@ class MtpDrafter:
         output: Linear,
         sampler: DraftSampler,
         token_map: torch.Tensor | None = None,
+        compacts: bool,
     ) -> None:
         """`kv_cache` has the head's layers over the target's pages, `attention` attends over them.
 
-        `output` turns states [N, H] into logits fp32 [N, W]; `token_map` int32 [W] as in `Draft`.
+        `output` turns states [N, H] into logits fp32 [N, W]; `token_map` int32 [W] as in `Draft`; `compacts`: the
+        verdict is on the host at once, so that the head leaves rejected drafts out.
         """
         device, max_num_seqs = target.device, config.max_num_seqs
         self._head = head
@@ -81,7 +83,7 @@ class MtpDrafter:
         for_logits = torch.zeros(shape, dtype=target.dtype, device=device)
         features = for_logits if head.feeds_back_normed else torch.zeros_like(for_logits)
         self._carried = HeadStates(for_logits, features)
-        self._compacts = device.type == "cpu"
+        self._compacts = compacts
 
     @classmethod
     def build(cls, context: DrafterContext) -> MtpDrafter:
@@ -115,6 +117,7 @@ class MtpDrafter:
             output=output,
             sampler=sampler,
             token_map=token_map,
+            compacts=not context.device.runs_alone,
         )
 
     @property
@@ -130,12 +133,11 @@ class MtpDrafter:
     def propose(self, batch: BatchMetadata) -> Draft | None:
         if batch.num_drafts == 0:
             return None
-        slots = batch.slots[: batch.num_decode_reqs]
-        features = self._carried.features[slots]  # [D, H]
+        features = self._carried.features[batch.slots[: batch.num_decode_reqs]]  # [D, H]
 
         def next_logits(rows: ActiveRows, tokens: torch.Tensor | None) -> torch.Tensor:
             if tokens is None:
-                return self._output(self._carried.for_logits[slots[rows.index]])
+                return self._output(self._carried.for_logits[rows.device_slots])
             # Draft 0 is the token at position `known`; its entry is that of the position before.
             positions = rows.known + rows.step - 2
             pass_batch = self._span_batch(Spans(rows.slots, positions, positions + 1))

@@ -19,6 +19,7 @@ from sonar_engine.errors import ConfigError
 if TYPE_CHECKING:
     from sonar_engine._scheduler import Scheduler
     from sonar_engine.config import EngineConfig
+    from sonar_engine.device import Device
     from sonar_engine.model_runner import ModelRunner
     from sonar_engine.models.registry import ResolvedModel
     from sonar_engine.sampling.state import SamplingState
@@ -34,6 +35,7 @@ class DrafterContext:
     scheduler: Scheduler
     runner: ModelRunner  # of the target
     sampling: SamplingState
+    device: Device
 
 
 def no_kv(config: EngineConfig, target: ResolvedModel, tokenizer: Tokenizer) -> int:
