@@ -43,7 +43,7 @@ class Size:
 
 
 FULL = Size(("float32", "bfloat16"), None, 10, 20, 256, 64, 200, 512, 2048)
-SLICE = Size(("float32",), 3, 2, 6, 20, 16, 48, 96, 112)
+SLICE = Size(("float32",), 2, 1, 6, 18, 14, 48, 96, 112)
 
 
 def varied(num_tokens: int) -> list[SamplingParams]:
