@@ -124,10 +124,10 @@ def commit(machine: Machine, step: StepInFlight) -> Committed:
     with machine.stage("wait", "verify"):
         num_emitted, tokens, *logprobs = step.results.wait()
     with machine.stage("commit", "commit"):
-        machine.sampling.observe(step.batch, step.verdict)
         seconds = machine.statistics.end_step()
         events = machine.scheduler.commit(step.batch.step_id, num_emitted, tokens, seconds)
         machine.planner.start()
+        machine.sampling.observe(step.batch, step.verdict)
         machine.statistics.count(step.batch, events)
         columns = _logprob_columns(logprobs, step.batch, events) if logprobs else None
         admitted = np.array([request_id for _, request_id in step.batch.admitted], np.int64)
