@@ -11,7 +11,7 @@ import pytest
 import torch
 from sonar_engine.errors import TrainingError
 from sonar_engine.training.config import EvalConfig
-from sonar_engine.training.evaluate import evaluate_head
+from sonar_engine.training.evaluate import evaluate_drafter
 from tiny_heads import make_copied_head, make_head
 from tiny_models import make_tiny
 from training_runs import fit, fit_config, quiet
@@ -61,7 +61,7 @@ def report(half_right: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("eval")
     target, head = half_right
     config = eval_config(target, head, folder, temperature=(0.0, 1.0), timed_prompts=2)
-    return evaluate_head(config, quiet, quiet), config.out
+    return evaluate_drafter(config, quiet, quiet), config.out
 
 
 def test_simulated_and_measured_acceptance_agree(report: tuple[Report, Path]) -> None:
@@ -100,7 +100,7 @@ def test_the_report_adds_up_over_tasks_and_is_written_with_plots(report: tuple[R
 
 def test_the_table_names_every_task(half_right: tuple[Path, Path], tmp_path: Path) -> None:
     said: list[str] = []
-    found = evaluate_head(eval_config(*half_right, tmp_path, per_task=3), quiet, said.append)
+    found = evaluate_drafter(eval_config(*half_right, tmp_path, per_task=3), quiet, said.append)
     assert found["prompts"] == 6
     assert [line.split()[0] for line in said] == ["temperature", "task", "cats", "dogs", "all", "loss"]
     assert f"simulated length {found['temperatures'][0]['simulated']:.3f}" in said[-1]
@@ -110,7 +110,7 @@ def test_the_table_names_every_task(half_right: tuple[Path, Path], tmp_path: Pat
 def test_plots_of_a_run_come_with_its_head(tiny_folder: Path, tiny_states: Path, tmp_path: Path) -> None:
     head = fit(fit_config(tiny_folder, tiny_states, out=tmp_path / "fit", max_steps=6, save_every=3))
     config = eval_config(tiny_folder, head, tmp_path, per_task=2, num_speculative_tokens=2)
-    found = evaluate_head(config, quiet, quiet)
+    found = evaluate_drafter(config, quiet, quiet)
     assert len(found["temperatures"][0]["alpha"]) == 2
     assert {"loss.png", "training.png", "acceptance-0.png"} <= {path.name for path in config.out.iterdir()}
 
@@ -120,10 +120,10 @@ def test_a_head_of_another_model_is_refused(
 ) -> None:
     other = make_tiny("llama2", tmp_path / "other")
     with pytest.raises(TrainingError, match="is of another model: its hidden size"):
-        evaluate_head(eval_config(tiny_folder, make_head(other, tmp_path / "small"), tmp_path), quiet, quiet)
+        evaluate_drafter(eval_config(tiny_folder, make_head(other, tmp_path / "small"), tmp_path), quiet, quiet)
     head = tmp_path / "mixed"
     shutil.copytree(fit(fit_config(tiny_folder, tiny_states, out=tmp_path / "fit", max_steps=1)), head)
     twin = make_tiny("smollm", tmp_path / "twin", seed=9, tokenizer=True)
     with pytest.raises(TrainingError, match="belongs to another target"):
-        evaluate_head(eval_config(twin, head, tmp_path), quiet, quiet)
+        evaluate_drafter(eval_config(twin, head, tmp_path), quiet, quiet)
     assert not (tmp_path / "report").exists()

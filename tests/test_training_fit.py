@@ -23,7 +23,8 @@ from sonar_engine.errors import ConfigError, StorageError, TrainingError
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.weights import load_embedding
 from sonar_engine.training import fit as fit_module
-from sonar_engine.training import head_start
+from sonar_engine.training import head_start, head_student
+from sonar_engine.training.config import FitConfig
 from sonar_engine.training.fit_log import FitLog
 from sonar_engine.training.packing import build_batch, epoch_rows, pack_rows
 from sonar_engine.training.recursion import run_recursion
@@ -112,7 +113,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int) 
         (FitLog, "write", 3),  # before the first state
         (FitLog, "write", 9),  # some steps beyond it
         (fit_module, "save_state", 1),
-        (fit_module, "export_head", 2),  # the head is newer than the state
+        (head_student, "export_head", 2),  # the head is newer than the state
     ],
 )
 def test_a_killed_run_ends_like_one_that_was_not(
@@ -233,8 +234,11 @@ def test_whole_vocabularies_and_more_layers_can_be_asked_for(
 
 
 def test_two_ranks_train_what_one_trains(tiny_folder: Path, tiny_states: Path, tmp_path: Path) -> None:
-    """Sharded by FSDP2 over gloo; the one-rank run, killed after a save, is taken up by two ranks."""
-    config = fit_config(tiny_folder, tiny_states, out=tmp_path / "two", batch_rows=3, max_steps=10)
+    check_two_ranks(fit_config(tiny_folder, tiny_states, out=tmp_path / "two", batch_rows=3, max_steps=10), tmp_path)
+
+
+def check_two_ranks(config: FitConfig, tmp_path: Path) -> None:
+    """Sharded by FSDP2 over gloo, against one rank."""
     script = tmp_path / "ranks.py"
     script.write_text(
         "import sys\n"
@@ -274,7 +278,7 @@ def test_the_vocabulary_holds_the_most_frequent_ids_lower_ones_first() -> None:
 def test_coverage_is_said_and_counts_answers_alone(tiny_folder: Path, tiny_states: Path, tmp_path: Path) -> None:
     said: list[str] = []
     config = fit_config(tiny_folder, tiny_states, out=tmp_path / "fit", draft_vocab_size=20, max_steps=1)
-    fit_module.fit_head(config, quiet, said.append)
+    fit_module.fit_drafter(config, quiet, said.append)
     texts = CapturedTexts((tiny_states / "states",))
     counts: Counter[int] = Counter()
     for index in split_texts(texts, 0.2).training:

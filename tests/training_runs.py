@@ -9,7 +9,7 @@ from typing import Any
 from sonar_engine.training.capture import capture_texts
 from sonar_engine.training.config import CaptureConfig, DataConfig, FitConfig
 from sonar_engine.training.data import make_texts
-from sonar_engine.training.fit import fit_head
+from sonar_engine.training.fit import fit_drafter
 from sonar_engine.training.fit_log import LOG
 from sonar_engine.training.shards import ShardIndex
 
@@ -79,7 +79,7 @@ def make_states(model: Path, folder: Path, **fields: Any) -> ShardIndex:
 
 
 def fit(config: FitConfig) -> Path:
-    return fit_head(config, quiet, quiet)
+    return fit_drafter(config, quiet, quiet)
 
 
 def log_of(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`sonar train`: a draft head for a model, from data to evaluation."""
+"""`sonar train`: a head or a draft model for a model, from data to evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from sonar_engine.training.config import CaptureConfig, DataConfig, EvalConfig, 
 
 def train_app() -> typer.Typer:
     app = typer.Typer(
-        help="Train a draft head for a model: data, capture, fit, eval, or all of them.", no_args_is_help=True
+        help="Train an MTP head or a draft model for a model: data, capture, fit, eval, or all of them.",
+        no_args_is_help=True,
     )
     app.command()(data)
     app.command()(capture)
@@ -54,23 +55,23 @@ def capture(**options: Any) -> None:
 
 @stage_options(FitConfig)
 def fit(**options: Any) -> None:
-    """A head from captured states; under torchrun on several devices. Run again to go on."""
+    """A head or a draft model from captured states; under torchrun on several devices. Run again to go on."""
     config = load_stage(FitConfig, given_options(options))
-    from sonar_engine.training.fit import fit_head
+    from sonar_engine.training.fit import fit_drafter
 
     with progress_bars(lines_without_terminal=True) as progress:
-        folder = fit_head(config, progress, _say)
+        folder = fit_drafter(config, progress, _say)
     print(folder)
 
 
 @stage_options(EvalConfig)
 def evaluate(**options: Any) -> None:
-    """What a head is worth: acceptance by task and position, loss, and speed, by the engine with the head in it."""
+    """What a head or draft is worth: acceptance by task and position, loss, and speed, by the engine that serves it."""
     config = load_stage(EvalConfig, given_options(options))
-    from sonar_engine.training.evaluate import evaluate_head
+    from sonar_engine.training.evaluate import evaluate_drafter
 
     with progress_bars(lines_without_terminal=True) as progress:
-        evaluate_head(config, progress, _say)
+        evaluate_drafter(config, progress, _say)
     print(config.out)
 
 

@@ -32,6 +32,7 @@ from sonar_engine.models.weights import (
     check_tensors,
     draft_head_prefix,
     open_checkpoint,
+    read_whole,
 )
 
 CONFIG = "config.json"
@@ -104,7 +105,7 @@ def load_head(
             _check_copies(files, checkpoint, target_path, target)
         if files.config.draft_vocab_size is None:
             return LoadedHead(head, None)
-        return LoadedHead(head, _token_map(files, _whole(checkpoint, ID_OFFSETS)).to(device))
+        return LoadedHead(head, _token_map(files, read_whole(checkpoint, ID_OFFSETS)).to(device))
 
 
 def save_head(head: MtpHead, folder: Path, token_map: torch.Tensor | None = None) -> None:
@@ -157,10 +158,6 @@ def _read_into(tensor: torch.Tensor, checkpoint: Checkpoint, name: str) -> None:
         tensor[first : first + block.shape[0]].copy_(block)
 
 
-def _whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    return torch.cat([block for _, block in checkpoint.read(name)])
-
-
 def _token_map(files: HeadFiles, offsets: torch.Tensor) -> torch.Tensor:
     """int32 [W]"""
     ids = torch.arange(len(offsets)) + offsets
@@ -184,6 +181,6 @@ def _check_copies(files: HeadFiles, checkpoint: Checkpoint, target_path: Path, t
         return
     with open_checkpoint(target_path, target) as of_target:
         for name, original in copies.items():
-            copy, matrix = _whole(checkpoint, name), _whole(of_target, original)
+            copy, matrix = read_whole(checkpoint, name), read_whole(of_target, original)
             if not torch.equal(copy, matrix.to(copy.dtype)):
                 raise ModelLoadError(f"{files.folder}: {name} differs from the target's {original}; heads share it")

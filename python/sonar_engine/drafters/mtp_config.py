@@ -83,7 +83,8 @@ class MtpConfig:
         return {
             "architectures": [ARCHITECTURE],
             "model_type": MODEL_TYPE,
-            **_block_dict(self.block),
+            "block_type": self.block.family,
+            **self.block.layers_dict(),
             "draft_vocab_size": self.draft_vocab_size,
             "norms": asdict(self.norms),
             "fusion_bias": self.fusion_bias,
@@ -124,28 +125,3 @@ def _norms(raw: Any, where: str) -> HeadNorms:
     if unknown:
         raise ModelLoadError(f"{where}: norms has no {unknown[0]!r}; it has {', '.join(known)}")
     return HeadNorms(**raw)
-
-
-def _block_dict(block: ModelConfig) -> dict[str, Any]:
-    """In the spelling of transformers."""
-    scaling = dict(block.rope_scaling or {"kind": "default"})
-    result = {
-        "block_type": block.family,
-        "hidden_size": block.hidden_size,
-        "intermediate_size": block.intermediate_size,
-        "num_hidden_layers": block.num_layers,
-        "num_attention_heads": block.num_heads,
-        "num_key_value_heads": block.num_kv_heads,
-        "head_dim": block.head_dim,
-        "vocab_size": block.vocab_size,
-        "rms_norm_eps": block.rms_norm_eps,
-        "max_position_embeddings": block.max_position_embeddings,
-        "rope_parameters": {"rope_type": scaling.pop("kind"), "rope_theta": block.rope_theta, **scaling},
-        "attention_bias": block.qkv_bias,
-        "mlp_bias": block.mlp_bias,
-        "dtype": str(block.torch_dtype).removeprefix("torch."),
-    }
-    if block.sliding_window is not None:
-        types = ["full_attention" if window is None else "sliding_attention" for window in block.layer_windows]
-        result |= {"sliding_window": block.sliding_window, "use_sliding_window": True, "layer_types": types}
-    return result

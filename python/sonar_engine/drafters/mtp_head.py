@@ -59,7 +59,7 @@ class MtpHead(nn.Module):
         super().__init__()
         self.config = config
         for name, shape in config.shapes().items():
-            _register(self, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
+            register_dotted(self, name, nn.Parameter(torch.empty(shape, dtype=dtype, device=device)))
         num_positions = max_positions or config.block.max_position_embeddings
         self.register_buffer("cos_sin", build_cos_sin(config.block, num_positions, device), persistent=False)
         self._packed: _Parts | None = None
@@ -127,8 +127,8 @@ class MtpHead(nn.Module):
         return {name: value.detach().cpu().contiguous() for name, value in self.named_parameters()}
 
 
-def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Under a dotted name, in submodules made on the way."""
+def register_dotted(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Registers a parameter under a dotted name, in submodules made on the way."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in module._modules:

@@ -91,6 +91,42 @@ class ModelConfig:
         """From the objects in config.json and generation_config.json; `where` names the former in errors."""
         return _from_hf_dict(raw, generation or JsonFields({}, "generation_config.json"), where)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What transformers' config.json holds; `from_dict` reads it back, but for `generation_defaults`."""
+        return {
+            "architectures": [next(name for name, family in _ARCHITECTURES.items() if family == self.family)],
+            "model_type": self.family,
+            **self.layers_dict(),
+            "hidden_act": "silu",
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": list(self.eos_token_ids) or None,
+        }
+
+    def layers_dict(self) -> dict[str, Any]:
+        """The part of `to_dict` that says what the layers are like."""
+        scaling = dict(self.rope_scaling or {"kind": "default"})
+        result = {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab_size,
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_parameters": {"rope_type": scaling.pop("kind"), "rope_theta": self.rope_theta, **scaling},
+            "attention_bias": self.qkv_bias,
+            "mlp_bias": self.mlp_bias,
+            "dtype": str(self.torch_dtype).removeprefix("torch."),
+            "sliding_window": self.sliding_window,
+        }
+        if self.sliding_window is not None:
+            types = ["full_attention" if window is None else "sliding_attention" for window in self.layer_windows]
+            result |= {"use_sliding_window": True, "layer_types": types}
+        return result
+
     @classmethod
     def from_gguf(cls, path: str | Path) -> ModelConfig:
         """Reads the metadata of a GGUF file."""

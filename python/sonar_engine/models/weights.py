@@ -139,6 +139,11 @@ def open_checkpoint(path: Path, config: ModelConfig) -> Checkpoint:
     return SafetensorsCheckpoint(path)
 
 
+def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """A tensor in one piece, in the file's dtype."""
+    return torch.cat([block for _, block in checkpoint.read(name)])
+
+
 def draft_head_prefix(config: ModelConfig, index: int) -> str:
     """What the tensors of draft head `index` (from 0) are called before their own names."""
     return f"model.layers.{config.num_layers + index}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,8 @@ from sonar_engine.config import EngineConfig, SpeculativeConfig
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+# Settings of `sonar train fit` that may change between two runs over one folder.
+_FREE = {"out", "captures", "save_every", "num_threads", "tensorboard", "device", "model"}
 
 
 class _Stage(BaseModel):
@@ -77,17 +80,46 @@ class CaptureConfig(_TargetStage):
     shard_tokens: int = Field(default=65536, ge=1, description="Tokens a file")
 
 
-class FitConfig(_Stage):
-    """`sonar train fit`: a head, from captured states."""
+# Options of `sonar train fit` that mean something for one kind alone; the other takes no value but the default.
+_OPTIONS_OF_KIND = {
+    "head": (
+        "init",
+        "without_norms",
+        "next_feature",
+        "draft_vocab_size",
+        "num_steps",
+        "step_decay",
+        "feature_loss",
+    ),
+    "draft": ("layers",),
+}
 
+
+class FitConfig(_Stage):
+    """`sonar train fit`: a head or a draft model, from captured states."""
+
+    kind: Literal["head", "draft"] = Field(
+        default="head", description="What is trained: an MTP head, or a draft model of some of the target's layers"
+    )
     captures: tuple[Path, ...] = Field(min_length=1, description="Folders of `sonar train capture`; all are used")
-    out: Path = Field(description="Folder for the head, the log and the training state")
+    out: Path = Field(description="Folder for the head or draft, the log and the training state")
     model: str = Field(default="smollm2-135m", description="The target that the states are of")
-    init_from: Path | None = Field(default=None, description="A head to go on from; default: none, see init")
+    init_from: Path | None = Field(
+        default=None, description="A head or draft to go on from; default: none, see init and layers"
+    )
     init: Literal["regression", "copy", "random"] = Field(
         default="regression", description="How a new head begins: foreseeing the next state, as the target's last layer"
     )
-    num_layers: int = Field(default=1, ge=1, le=64, description="Layers of a new head")
+    num_layers: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Layers of a new head; or of a new draft: evenly spaced in the target, its first and last included",
+    )
+    layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(),
+        description="The target's layers, from 0, that a new draft begins as, such as 0,1,29; default: see num_layers",
+    )
     without_norms: tuple[Literal["embedding", "feature", "input", "post_attention", "final"], ...] = Field(
         default=(), description="Norms that a new head does not have; default: it has all"
     )
@@ -108,13 +140,15 @@ class FitConfig(_Stage):
     weight_decay: float = Field(default=0.01, ge=0, description="Of matrices")
     clip: float = Field(default=1.0, gt=0, description="Longest gradient")
     compute: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto", description="Arithmetic of the head; auto: bfloat16 on CUDA. Master weights are float32"
+        default="auto", description="Arithmetic of what is trained; auto: bfloat16 on CUDA. Master weights are float32"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: CUDA where there is a GPU")
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads; default: one a core")
     validation_share: float = Field(default=0.03, ge=0, lt=1, description="Texts kept out, chosen by their tokens")
     validation_rows: int = Field(default=32, ge=1, description="Most packed rows of a validation")
-    save_every: int = Field(default=100, ge=1, description="Steps between validations, each saves state and head")
+    save_every: int = Field(
+        default=100, ge=1, description="Steps between validations, each saves state and head or draft"
+    )
     tensorboard: bool = Field(default=False, description="Write TensorBoard files too")
     seed: int = Field(default=0, description="Of the order of texts, and of random initial values")
 
@@ -123,11 +157,48 @@ class FitConfig(_Stage):
     def _once_each(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(sorted(set(names)))
 
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _split_at_commas(cls, value: Any) -> Any:
+        values = value if isinstance(value, list | tuple) else [value]
+        return [part for each in values for part in (each.split(",") if isinstance(each, str) else [each])]
+
+    @field_validator("layers")
+    @classmethod
+    def _ascending(cls, layers: tuple[int, ...]) -> tuple[int, ...]:
+        if any(first >= second for first, second in pairwise(layers)):
+            raise ValueError("layers must be given in ascending order, each once, such as 0,1,29")
+        return layers
+
+    @model_validator(mode="after")
+    def _options_are_of_its_kind(self) -> FitConfig:
+        for kind, options in _OPTIONS_OF_KIND.items():
+            others = [name for name in options if getattr(self, name) != FitConfig.model_fields[name].default]
+            if kind != self.kind and others:
+                raise ValueError(f"{others[0]} is for kind {kind}, and kind is {self.kind}; leave it out")
+        if self.kind == "draft" and self.init_from is None and not self.layers and self.num_layers == 1:
+            raise ValueError("kind draft needs layers, such as 0,1,29, or num_layers, at least 2")
+        if self.layers and (self.num_layers != 1 or self.init_from is not None):
+            other = "init_from" if self.init_from is not None else "num_layers"
+            raise ValueError(f"layers and {other} both say which layers a draft has; give one of them")
+        return self
+
+    @property
+    def exported(self) -> Path:
+        """The folder that serves."""
+        return self.out / self.kind
+
+    def settings(self) -> dict[str, Any]:
+        """What the result is a function of, beside the states; what concerns another kind is left out."""
+        foreign = {name for kind, options in _OPTIONS_OF_KIND.items() if kind != self.kind for name in options}
+        default = {"kind"} if self.kind == "head" else set()
+        return self.model_dump(mode="json", exclude=_FREE | foreign | default)
+
 
 class EvalConfig(_TargetStage):
-    """`sonar train eval`: what a head is worth, by the engine with the head in it."""
+    """`sonar train eval`: what a head or draft is worth, by the engine that drafts with it."""
 
-    head: Path = Field(description="Folder of the head")
+    head: Path = Field(description="Folder of the head, or of the draft model")
     out: Path = Field(description="Folder for report.json and the plots")
     prompts: tuple[Path, ...] = Field(min_length=1, description="Prompt files; a row's `category` is its task")
     per_task: int | None = Field(default=None, ge=1, description="Prompts of each task at most; default: all")
@@ -137,5 +208,6 @@ class EvalConfig(_TargetStage):
     timed_prompts: int = Field(default=8, ge=0, description="Prompts for tokens/s with and without; 0: none")
     seed: int = Field(default=0, description="Of sampled answers")
 
-    def speculative(self) -> SpeculativeConfig:
-        return SpeculativeConfig(method="mtp", model=str(self.head), num_speculative_tokens=self.num_speculative_tokens)
+    def speculative(self, method: Literal["mtp", "draft_model"]) -> SpeculativeConfig:
+        k = self.num_speculative_tokens
+        return SpeculativeConfig(method=method, model=str(self.head), num_speculative_tokens=k)

@@ -1,6 +1,6 @@
-"""`sonar train eval`: what a head is worth. Acceptance and speed come from the engine with the head in it; loss,
-overlap and simulated acceptance from the trainer's forward pass over the same texts, with states that the engine
-captured.
+"""`sonar train eval`: what a head or draft model is worth. Acceptance and speed come from the engine that drafts with
+it; loss, overlap and simulated acceptance from the trainer's forward pass over the same texts, with states that the
+engine captured.
 
 Simulated and measured acceptance must agree: that is the check that what was trained is what serves.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sonar_engine.config import SpeculativeConfig
 from sonar_engine.drafters.capture import capturing
 from sonar_engine.drafters.mtp_checkpoint import load_head, read_head_config
 from sonar_engine.engine import Progress, build_engine
@@ -22,13 +23,16 @@ from sonar_engine.models.registry import resolve_model
 from sonar_engine.tokenizer import load_tokenizer
 from sonar_engine.training.capture import StateCollector, capture_states
 from sonar_engine.training.config import EvalConfig
+from sonar_engine.training.draft_start import check_draft_target, layers_of_draft
+from sonar_engine.training.draft_trainer import DraftTrainer
 from sonar_engine.training.head_start import check_head_target
-from sonar_engine.training.identity import TargetIdentity
+from sonar_engine.training.identity import TargetIdentity, is_draft
 from sonar_engine.training.measure import Measured, measure_acceptance, measure_speed
 from sonar_engine.training.packing import pack_rows
 from sonar_engine.training.plots import plot_report
 from sonar_engine.training.prompts import ChatPrompt, read_prompt_files
 from sonar_engine.training.ranks import Ranks
+from sonar_engine.training.student import StudentTrainer
 from sonar_engine.training.texts import Text
 from sonar_engine.training.trainer import HeadTrainer, load_constants
 from sonar_engine.training.validation import Validation, validate
@@ -39,11 +43,13 @@ REPORT = "report.json"
 ALL = "all"
 
 
-def evaluate_head(config: EvalConfig, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
+def evaluate_drafter(config: EvalConfig, progress: Progress, say: Callable[[str], None]) -> dict[str, Any]:
     """Writes report.json and plots to `config.out`; `say` is told the table. Raises a SonarError."""
     resolved = resolve_model(config.model)
     target = TargetIdentity.of(resolved, load_tokenizer(resolved))
-    check_head_target(config.head, target)
+    drafts = is_draft(config.head)
+    (check_draft_target if drafts else check_head_target)(config.head, target)
+    speculative = config.speculative("draft_model" if drafts else "mtp")
     prompts = _chosen(read_prompt_files(config.prompts), config.per_task)
     report: dict[str, Any] = {
         "head": str(config.head),
@@ -53,16 +59,16 @@ def evaluate_head(config: EvalConfig, progress: Progress, say: Callable[[str], N
         "temperatures": [],
     }
     for temperature in config.temperature:
-        measured = _measure(config, prompts, temperature, progress)
+        measured = _measure(config, speculative, prompts, temperature, progress)
         validation = _simulate(config, target, measured, progress)
         entry = _entry(temperature, measured, validation)
         report["temperatures"].append(entry)
         for line in table(entry):
             say(line)
     if config.timed_prompts:
-        report["speed"] = _speed(config, prompts, progress)
+        report["speed"] = _speed(config, speculative, prompts, progress)
         speed = report["speed"]
-        say(f"one stream: {speed['plain']:.1f} tokens/s without, {speed['drafting']:.1f} with the head")
+        say(f"one stream: {speed['plain']:.1f} tokens/s without, {speed['drafting']:.1f} with drafts")
     write_json(config.out / REPORT, report)
     plot_report(report, config.head.parent, config.out)
     return report
@@ -75,8 +81,14 @@ def _chosen(prompts: list[ChatPrompt], per_task: int | None) -> list[ChatPrompt]
     return [prompt for group in kept.values() for prompt in group[:per_task]]
 
 
-def _measure(config: EvalConfig, prompts: list[ChatPrompt], temperature: float, progress: Progress) -> list[Measured]:
-    engine = build_engine(config.engine_config(speculative=config.speculative(), seed=config.seed), progress)
+def _measure(
+    config: EvalConfig,
+    speculative: SpeculativeConfig,
+    prompts: list[ChatPrompt],
+    temperature: float,
+    progress: Progress,
+) -> list[Measured]:
+    engine = build_engine(config.engine_config(speculative=speculative, seed=config.seed), progress)
     try:
         params = SamplingParams(temperature=temperature, max_tokens=config.max_answer_tokens)
         return measure_acceptance(engine, prompts, params, progress)
@@ -126,7 +138,7 @@ def _simulate(config: EvalConfig, target: TargetIdentity, measured: list[Measure
     source = _InMemory(target, dtype, texts, states)
     longest = max(len(text.tokens) for text in texts)
     rows = pack_rows([len(text.tokens) for text in texts], range(len(texts)), longest)
-    return validate(_trainer(config, dtype, longest), source, rows, longest, Ranks(0, 1, torch.device("cpu")))
+    return validate(_trainer(config, target, dtype, longest), source, rows, longest, Ranks(0, 1, torch.device("cpu")))
 
 
 def _draftable(measured: Measured) -> Text:
@@ -135,15 +147,18 @@ def _draftable(measured: Measured) -> Text:
     return replace(text, tokens=text.tokens[:-1]) if measured.was_cut else text
 
 
-def _trainer(config: EvalConfig, dtype: torch.dtype, longest: int) -> HeadTrainer:
-    path = resolve_model(config.model).path
-    target, files = ModelConfig.load(path), read_head_config(config.head)
-    steps = config.num_speculative_tokens
+def _trainer(config: EvalConfig, identity: TargetIdentity, dtype: torch.dtype, longest: int) -> StudentTrainer:
+    path, steps = resolve_model(config.model).path, config.num_speculative_tokens
+    target = ModelConfig.load(path)
+    constants: dict[str, Any] = {"served": dtype, "compute": torch.float32, "device": torch.device("cpu")}
+    if is_draft(config.head):
+        layers = layers_of_draft(config.head, identity, longest)
+        embedding, output = load_constants(path, target, None, **constants)
+        return DraftTrainer(layers, embedding, output, num_steps=steps, compute=torch.float32)
+    files = read_head_config(config.head)
     loaded = load_head(files, path, target, max_positions=longest + steps, dtype=torch.float32)
     token_map = None if loaded.token_map is None else loaded.token_map.long()
-    embedding, output = load_constants(
-        path, target, token_map, served=dtype, compute=torch.float32, device=torch.device("cpu"), whole=True
-    )
+    embedding, output = load_constants(path, target, token_map, **constants, whole=True)
     return HeadTrainer(loaded.head, embedding, output, num_steps=steps, step_decay=1.0)
 
 
@@ -188,10 +203,12 @@ def table(entry: dict[str, Any]) -> list[str]:
     return [*lines, f"loss {entry['loss']:.3f} nats; alpha {alpha}{simulated}"]
 
 
-def _speed(config: EvalConfig, prompts: list[ChatPrompt], progress: Progress) -> dict[str, Any]:
+def _speed(
+    config: EvalConfig, speculative: SpeculativeConfig, prompts: list[ChatPrompt], progress: Progress
+) -> dict[str, Any]:
     plain = build_engine(config.engine_config(), progress)
     try:
-        drafting = build_engine(config.engine_config(speculative=config.speculative()), progress)
+        drafting = build_engine(config.engine_config(speculative=speculative), progress)
         try:
             spread = prompts[:: max(1, len(prompts) // config.timed_prompts)][: config.timed_prompts]
             return asdict(measure_speed(drafting, plain, spread, config.max_answer_tokens))

@@ -1,7 +1,8 @@
-"""`sonar train fit`: a head from captured states. A killed run goes on from its last state as if never stopped.
+"""`sonar train fit`: a head or a draft model from captured states. A killed run goes on from its last state as if never
+stopped.
 
-`out` holds `log.jsonl` (a line a step, a line a validation), `state.safetensors` to go on from, and `head`, the folder
-that serves, as of the last state.
+`out` holds `log.jsonl` (a line a step, a line a validation), `state.safetensors` to go on from, and `head` or `draft`,
+the folder that serves, as of the last state.
 """
 
 from __future__ import annotations
@@ -25,28 +26,26 @@ from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.registry import resolve_model
 from sonar_engine.tokenizer import load_tokenizer
 from sonar_engine.training.config import FitConfig
+from sonar_engine.training.draft_student import DraftStudent
 from sonar_engine.training.fit_log import FitLog
-from sonar_engine.training.head_folder import TrainedHead, export_head
-from sonar_engine.training.head_start import start_head
+from sonar_engine.training.head_student import HeadStudent
 from sonar_engine.training.identity import TargetIdentity
 from sonar_engine.training.packing import Row, build_batch, count_texts
 from sonar_engine.training.ranks import Ranks, join_ranks
 from sonar_engine.training.schedule import FitSchedule, PlannedStep
 from sonar_engine.training.shards import CapturedTexts
-from sonar_engine.training.trainer import HeadTrainer, load_constants
+from sonar_engine.training.student import Lesson, Student, StudentTrainer
 from sonar_engine.training.training_state import STATE, load_state, read_facts, save_state, whole
 from sonar_engine.training.validation import split_texts, validate, validation_rows
-from sonar_engine.training.vocabulary import count_answer_tokens, coverage_of
 
 Say = Callable[[str], None]
-# Settings that may change between two runs over one folder.
-_FREE = {"out", "captures", "save_every", "num_threads", "tensorboard", "device", "model"}
+_STUDENTS: dict[str, type[Student]] = {"head": HeadStudent, "draft": DraftStudent}
 _BETAS = (0.9, 0.95)  # AdamW's
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def fit_head(config: FitConfig, progress: Progress, say: Say) -> Path:
-    """Trains to the end and returns the head's folder. Raises a SonarError for what cannot be used or written."""
+def fit_drafter(config: FitConfig, progress: Progress, say: Say) -> Path:
+    """Trains to the end and returns the folder that serves. Raises a SonarError for what cannot be used or written."""
     device = _device(config)
     torch.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
     with ExitStack() as stack:
@@ -54,7 +53,7 @@ def fit_head(config: FitConfig, progress: Progress, say: Say) -> Path:
         run = _FitRun.build(config, ranks, say if ranks.is_first else _silent)
         log = stack.enter_context(FitLog(config, ranks.is_first, run.done))
         run.train(log, progress if ranks.is_first else _no_progress)
-    return config.out / "head"
+    return config.exported
 
 
 @dataclass
@@ -66,10 +65,10 @@ class _FitRun:
     texts: CapturedTexts
     schedule: FitSchedule
     validation: list[Row]
-    trainer: HeadTrainer
+    student: Student
+    trainer: StudentTrainer
     optimiser: torch.optim.Optimizer
-    token_map: torch.Tensor | None
-    facts: dict[str, Any]  # about the data, for the exported head
+    facts: dict[str, Any]  # about student and data, for what is exported
     settings: str  # a digest
     done: int
 
@@ -77,35 +76,33 @@ class _FitRun:
     def build(cls, config: FitConfig, ranks: Ranks, say: Say) -> _FitRun:
         resolved = resolve_model(config.model)
         texts = CapturedTexts(config.captures)
-        TargetIdentity.of(resolved, load_tokenizer(resolved)).check(texts.target, str(config.captures[0]))
-        target = ModelConfig.load(resolved.path)
+        tokenizer = load_tokenizer(resolved)
+        TargetIdentity.of(resolved, tokenizer).check(texts.target, str(config.captures[0]))
         split = split_texts(texts, config.validation_share)
         lengths = [texts.length(index) for index in range(len(texts))]
-        head, token_map = start_head(config, target, resolved.path, texts, split.training)
-        compute = _compute_dtype(config, ranks.device)
-        embedding, output = load_constants(
-            resolved.path, target, token_map, served=texts.dtype, compute=compute, device=ranks.device
+        student = _STUDENTS[config.kind].start(
+            Lesson(
+                config=config,
+                path=resolved.path,
+                target=ModelConfig.load(resolved.path),
+                tokenizer=tokenizer,
+                texts=texts,
+                indices=split.training,
+                compute=_compute_dtype(config, ranks.device),
+                device=ranks.device,
+            )
         )
-        trainer = HeadTrainer(
-            head.to(ranks.device),
-            embedding,
-            output,
-            num_steps=config.num_steps,
-            step_decay=config.step_decay,
-            feature_weight=config.feature_loss,
-            compute=compute,
-        )
-        ranks.shard(trainer)
+        ranks.shard(student.trainer)
         run = cls(
             config=config,
             ranks=ranks,
             texts=texts,
             schedule=FitSchedule(config, lengths, split.training),
             validation=validation_rows(texts, split.validation, config.row_tokens, config.validation_rows),
-            trainer=trainer,
-            optimiser=_optimiser(config, trainer),
-            token_map=token_map,
-            facts=_facts(texts, split.training, token_map, config),
+            student=student,
+            trainer=student.trainer,
+            optimiser=_optimiser(config, student.trainer),
+            facts={**_facts(texts, split.training), **student.facts},
             settings=_settings_digest(config, texts),
             done=0,
         )
@@ -121,18 +118,18 @@ class _FitRun:
         if facts.get("settings") != self.settings:
             raise TrainingError(
                 f"{self.config.out} holds a run with other settings or data; give the same ones, or another folder "
-                f"(to go on from its head, add --init-from {self.config.out / 'head'})"
+                f"(to go on from its {self.config.kind}, add --init-from {self.config.exported})"
             )
         self.done = int(facts["step"])
         load_state(path, self.trainer, self.optimiser, self.done)
 
     def _describe(self, say: Say) -> None:
-        facts, config = self.facts, self.trainer.head.config
+        facts = self.facts
         say(
             f"{facts['num_texts']:,} texts, {facts['num_tokens']:,} tokens; {self.schedule.num_steps:,} steps"
             + (f", {self.done:,} of them done" if self.done else "")
         )
-        say(f"draft vocabulary: {config.num_draft_ids:,} ids, {facts['coverage']:.2%} of the answers' tokens")
+        say(self.student.describe())
 
     def train(self, log: FitLog, progress: Progress) -> None:
         total = self.schedule.num_steps
@@ -142,7 +139,7 @@ class _FitRun:
             if self.done % self.config.save_every == 0 or self.done == total:
                 self._save(log)
             progress("Training", self.done, total)
-        if not (self.config.out / "head").exists():  # killed between the state and the head
+        if not self.config.exported.exists():  # removed since the last save
             self._export()
 
     def _step(self, planned: PlannedStep) -> dict[str, Any]:
@@ -161,7 +158,7 @@ class _FitRun:
         right = ((outcome.drafts == outcome.targets) & outcome.valid).sum((1, 2))
         figures = torch.cat([loss.detach()[None], right, outcome.overlap.sum((1, 2)), outcome.valid.sum((1, 2))])
         figures = ranks.total(figures.double()).cpu()
-        k = config.num_steps
+        k = self.trainer.num_steps
         total, agreed, overlap, slots = figures.split([1, k, k, k])
         if not math.isfinite(float(total)) or not math.isfinite(float(whole(length))):
             raise TrainingError(
@@ -183,7 +180,7 @@ class _FitRun:
         }
 
     def _save(self, log: FitLog) -> None:
-        """Validation, then the head, then the state: a run that is killed in between does them again."""
+        """Validation, then the export, then the state: a run that is killed in between does them again."""
         if self.validation:
             found = validate(self.trainer, self.texts, self.validation, self.config.row_tokens, self.ranks)
             self.ranks.gather_no_more(self.trainer)
@@ -195,16 +192,14 @@ class _FitRun:
 
     def _export(self) -> None:
         parameters = {
-            name.removeprefix("head."): whole(parameter.detach()).cpu().contiguous()
+            name.split(".", 1)[1]: whole(parameter.detach()).cpu().contiguous()
             for name, parameter in self.trainer.named_parameters()
         }
         if self.ranks.is_first:
-            facts = {**self.facts, "steps": self.done}
-            head = TrainedHead(self.trainer.head.config, parameters, self.token_map)
-            export_head(self.config.out / "head", head, self.texts.target, facts)
+            self.student.export(self.config.exported, parameters, {**self.facts, "steps": self.done})
 
 
-def _optimiser(config: FitConfig, trainer: HeadTrainer) -> torch.optim.Optimizer:
+def _optimiser(config: FitConfig, trainer: StudentTrainer) -> torch.optim.Optimizer:
     """AdamW; norms and biases do not decay."""
     matrices = [parameter for parameter in trainer.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in trainer.parameters() if parameter.dim() == 1]
@@ -212,21 +207,16 @@ def _optimiser(config: FitConfig, trainer: HeadTrainer) -> torch.optim.Optimizer
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=_BETAS)
 
 
-def _facts(
-    texts: CapturedTexts, training: list[int], token_map: torch.Tensor | None, config: FitConfig
-) -> dict[str, Any]:
+def _facts(texts: CapturedTexts, training: list[int]) -> dict[str, Any]:
     return {
         "num_texts": len(training),
         "num_tokens": sum(texts.length(index) for index in training),
-        "coverage": coverage_of(count_answer_tokens(texts, training), token_map),
-        "num_steps": config.num_steps,
     }
 
 
 def _settings_digest(config: FitConfig, texts: CapturedTexts) -> str:
-    """Of whatever the trained head is a function of."""
-    settings = config.model_dump(mode="json", exclude=_FREE)
-    return sha256_of_bytes(json.dumps([settings, texts.digest], sort_keys=True).encode())
+    """Of whatever the result is a function of."""
+    return sha256_of_bytes(json.dumps([config.settings(), texts.digest], sort_keys=True).encode())
 
 
 def _device(config: FitConfig) -> str:

@@ -12,8 +12,7 @@ import torch
 from sonar_engine.drafters.mtp_checkpoint import write_head
 from sonar_engine.drafters.mtp_config import MtpConfig
 from sonar_engine.files import replacing
-from sonar_engine.training.head_start import TRAINED_FOR
-from sonar_engine.training.identity import TargetIdentity
+from sonar_engine.training.identity import TRAINED_FOR, TargetIdentity
 
 _NOTE = """# MTP head for {name}
 

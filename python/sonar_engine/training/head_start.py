@@ -11,16 +11,13 @@ from sonar_engine.drafters.mtp_checkpoint import load_head, read_head_config
 from sonar_engine.drafters.mtp_config import HeadNorms, MtpConfig
 from sonar_engine.drafters.mtp_head import MtpHead
 from sonar_engine.errors import TrainingError
-from sonar_engine.files import read_json_file
 from sonar_engine.models.model_config import ModelConfig
-from sonar_engine.models.weights import Checkpoint, load_embedding, open_checkpoint
+from sonar_engine.models.weights import load_embedding, open_checkpoint, read_whole
 from sonar_engine.training.config import FitConfig
-from sonar_engine.training.identity import TargetIdentity
+from sonar_engine.training.identity import TargetIdentity, check_trained_for
 from sonar_engine.training.shards import CapturedTexts
 from sonar_engine.training.vocabulary import choose_vocabulary, count_answer_tokens
 
-TRAINED_FOR = "trained_for"  # in a head's config.json: the identity of its target
-COMMAND = "sonar train fit"
 _REGRESSION_TOKENS = 200_000
 _RIDGE = 1e-3  # of the inputs' mean square
 _LEAST_GAIN = 0.2  # of the gains' root mean square
@@ -65,10 +62,7 @@ def _from_head(
 
 def check_head_target(folder: Path, target: TargetIdentity) -> None:
     """Raises TrainingError for a head that was trained for another target; one that does not tell must only fit."""
-    where = folder / "config.json"
-    raw = read_json_file(where, COMMAND)
-    if TRAINED_FOR in raw:
-        target.check(TargetIdentity.from_dict(raw[TRAINED_FOR], str(where)), f"the head {folder}")
+    check_trained_for(folder, "head", target)
     block = read_head_config(folder).config.block
     if (block.hidden_size, block.vocab_size) != (target.hidden_size, target.vocab_size):
         raise TrainingError(
@@ -83,9 +77,9 @@ def _copy_last_layer(head: MtpHead, path: Path, target: ModelConfig) -> None:
     with torch.no_grad(), open_checkpoint(path, target) as checkpoint:
         for name, parameter in head.named_parameters():
             if name == "norm.weight":
-                parameter.copy_(_read(checkpoint, "model.norm.weight"))
+                parameter.copy_(read_whole(checkpoint, "model.norm.weight"))
             elif name.startswith("layers."):
-                parameter.copy_(_read(checkpoint, last + name.split(".", 2)[2]))
+                parameter.copy_(read_whole(checkpoint, last + name.split(".", 2)[2]))
 
 
 def _foresee_the_next_state(
@@ -99,7 +93,7 @@ def _foresee_the_next_state(
     stands for, and so are those that the head feeds back.
     """
     with open_checkpoint(path, target) as checkpoint:
-        gain = _read(checkpoint, "model.norm.weight").float()
+        gain = read_whole(checkpoint, "model.norm.weight").float()
     embedding = load_embedding(path, target, texts.dtype, "cpu")
     least = _LEAST_GAIN * float(gain.pow(2).mean().sqrt())
     gain = torch.where(gain < 0, -1.0, 1.0) * gain.abs().clamp(min=least)  # an entry near 0 tells nothing of the state
@@ -132,7 +126,3 @@ def _foresee_the_next_state(
 
 def _normed(x: torch.Tensor, has_norm: bool, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) if has_norm else x
-
-
-def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    return torch.cat([block for _, block in checkpoint.read(name)])

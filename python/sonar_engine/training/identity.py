@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from sonar_engine.errors import TrainingError
-from sonar_engine.files import sha256_of_bytes
-from sonar_engine.models.model_config import ModelConfig
+from sonar_engine.files import read_json_file, sha256_of_bytes
+from sonar_engine.models.model_config import SUPPORTED_FAMILIES, ModelConfig
 from sonar_engine.models.registry import ResolvedModel, sha256_of
 from sonar_engine.tokenizer import Tokenizer
 
+_COMMAND = "sonar train fit"
+TRAINED_FOR = "trained_for"  # in the config.json of a head or draft: the identity of its target
 _WHAT = {
     "sha256": "weights",
     "tokenizer_sha256": "tokenizer",
@@ -64,6 +66,22 @@ class TargetIdentity:
                 f"{where} belongs to another target ({recorded.name!r}): its {' and '.join(differing)} "
                 f"differ from those of {self.name!r}; give the model it was made with, or make it again"
             )
+
+
+def is_draft(folder: Path) -> bool:
+    """Whether `folder` holds a model rather than a head. Raises StorageError where there is no configuration."""
+    raw = read_json_file(folder / "config.json", _COMMAND)
+    return raw.get("model_type") in SUPPORTED_FAMILIES and not raw.get("num_nextn_predict_layers")
+
+
+def check_trained_for(folder: Path, kind: str, target: TargetIdentity) -> bool:
+    """Whether the head or draft in `folder` tells what it was trained for; raises TrainingError for another target."""
+    where = folder / "config.json"
+    raw = read_json_file(where, _COMMAND)
+    if TRAINED_FOR not in raw:
+        return False
+    target.check(TargetIdentity.from_dict(raw[TRAINED_FOR], str(where)), f"the {kind} {folder}")
+    return True
 
 
 def model_sha256(path: Path) -> str:

@@ -60,30 +60,32 @@ class Pipeline:
             "data": {"out": out / "data", "states": out / "states"},
             "capture": {"data": out / "data", "out": out / "states"},
             "fit": {"captures": [out / "states"], "out": out / "fit"},
-            "eval": {"head": out / "fit" / "head", "out": out / "eval"},
+            "eval": {"out": out / "eval"},
         }
         built: dict[str, Any] = {}
         for stage, config in _STAGES.items():
             own = raw.get(stage) or {}
             shared = {name: raw[name] for name in _SHARED[1:] if name in raw and name in config.model_fields}
+            if stage == "eval":
+                places[stage]["head"] = built["fit"].exported
             if stage != "eval" or own:
                 built[stage] = load_stage(config, {**shared, **places[stage], **own}, path)
         return cls(built["data"], built["capture"], built["fit"], built.get("eval"))
 
     def run(self, progress: Progress, say: Callable[[str], None]) -> Path:
-        """All stages; the head's folder. Raises a SonarError."""
+        """All stages; the folder that serves. Raises a SonarError."""
         from sonar_engine.training.capture import capture_texts
         from sonar_engine.training.data import make_texts
-        from sonar_engine.training.evaluate import evaluate_head
-        from sonar_engine.training.fit import fit_head
+        from sonar_engine.training.evaluate import evaluate_drafter
+        from sonar_engine.training.fit import fit_drafter
 
         counts = make_texts(self.data, progress)["counts"]
         say(f"data: {counts['texts']:,} texts, {counts['answer_tokens']:,} answer tokens in {self.data.out}")
         capture_texts(self.capture, progress, say)
-        head = fit_head(self.fit, progress, say)
+        exported = fit_drafter(self.fit, progress, say)
         if self.evaluation is not None:
-            evaluate_head(self.evaluation, progress, say)
-        return head
+            evaluate_drafter(self.evaluation, progress, say)
+        return exported
 
 
 def _mapping(path: Path) -> dict[str, Any]:

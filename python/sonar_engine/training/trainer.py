@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from sonar_engine.drafters.mtp_head import MtpHead
 from sonar_engine.models.model_config import ModelConfig
@@ -13,9 +12,10 @@ from sonar_engine.models.weights import load_embedding, load_output_rows
 from sonar_engine.training.loss import DraftOutcome, OutputRows, draft_loss, feature_loss, step_weights
 from sonar_engine.training.packing import PackedBatch
 from sonar_engine.training.recursion import run_recursion
+from sonar_engine.training.student import StudentTrainer
 
 
-class HeadTrainer(nn.Module):
+class HeadTrainer(StudentTrainer):
     """The head's parameters are the only ones; the target's matrices are constants in the compute dtype."""
 
     def __init__(
@@ -39,7 +39,6 @@ class HeadTrainer(nn.Module):
         self.compute = compute
 
     def forward(self, batch: PackedBatch, num_texts: int) -> tuple[torch.Tensor, DraftOutcome]:
-        """The loss, in nats a token, averaged over `num_texts` texts (those of all ranks), and its parts."""
         embedding, output = self._constants
         states, features = run_recursion(self.head, embedding, batch, self.num_steps, self.compute)
         weights = step_weights(batch, self.num_steps, self.step_decay, num_texts)

@@ -12,7 +12,7 @@ import torch
 from sonar_engine.training.packing import Row, TextStates, build_batch, count_texts, pack_rows
 from sonar_engine.training.ranks import Ranks
 from sonar_engine.training.shards import CapturedTexts
-from sonar_engine.training.trainer import HeadTrainer
+from sonar_engine.training.student import StudentTrainer
 from sonar_engine.training.walk import Walked, walk_batch
 
 _SALT = 2654435761  # a hash of a text's tokens decides, so that a text stays on its side when others are added
@@ -64,7 +64,7 @@ def validation_rows(texts: TextStates, indices: Sequence[int], row_tokens: int, 
 
 
 @torch.no_grad()
-def validate(trainer: HeadTrainer, texts: TextStates, rows: list[Row], row_tokens: int, ranks: Ranks) -> Validation:
+def validate(trainer: StudentTrainer, texts: TextStates, rows: list[Row], row_tokens: int, ranks: Ranks) -> Validation:
     """Every rank must call it, with the same rows."""
     num_steps = trainer.num_steps
     sums = torch.zeros(3 * num_steps + 1, dtype=torch.float64)
