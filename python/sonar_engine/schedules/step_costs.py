@@ -1,12 +1,13 @@
 """What steps cost by decode rows and draft length, measured once when the engine starts.
 
 Whole steps are run, of requests that exist for this only, so whatever a drafter, a device or the host adds is in their
-time. It is a first guess over short contexts: the policy of draft lengths corrects it by the steps that follow.
+time. Other work on the machine only ever adds to it, so of several rounds over all lengths each length keeps its least.
+It is a first guess over short contexts: the policy of draft lengths corrects it by the steps that follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,11 +22,12 @@ from sonar_engine.schedules.stages import Machine, commit, plan
 from sonar_engine.step_buffers import BatchMetadata
 from sonar_engine.step_statistics import StepStatistics
 
-BUDGET_SECONDS = 0.5
+BUDGET_SECONDS = 3.0
 NUMS_ROWS = (1, 8, 64, 256)
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 MOST_STEPS_TO_START = 4  # until all requests decode: one prefills them, unless there are too few pages
 QUICK_SECONDS = 0.02  # a step below it is run twice and the second one counts
+MOST_ROUNDS = 5
 
 CostPoint = tuple[int, int, float]
 """Decode rows, drafts of each, seconds of the step."""
@@ -100,14 +102,15 @@ def measure_step_costs(
     drafter: Drafter = _Constant(requests.config.max_num_seqs, most) if looks_up else machine.drafter
     meter = _Meter(machine, schedule, requests, _Limited(drafter), most, may_count_first=looks_up)
     points: list[CostPoint] = []
-    for num_rows in sorted({min(num_rows, requests.most_rows) for num_rows in NUMS_ROWS}):
+    nums_rows = sorted({min(num_rows, requests.most_rows) for num_rows in NUMS_ROWS})
+    for num_rows in nums_rows:
         if points and meter.estimate(points, num_rows) > meter.seconds_left:
             break
-        meter.seconds_kept = 0.5 * meter.seconds_left  # for more rows
-        curve = list(meter.curve(num_rows, [length for length in LENGTHS if length < most] + [most]))
+        meter.seconds_kept = 0.0 if num_rows == nums_rows[-1] else 0.5 * meter.seconds_left  # for more rows
+        curve = meter.curve(num_rows, [length for length in LENGTHS if length < most] + [most])
         if len(curve) < 2:
             break
-        points += curve
+        points += [(num_rows, length, seconds) for length, seconds in curve.items()]
     return points
 
 
@@ -140,28 +143,32 @@ class _Meter:
         num_steps = 2 if self._may_count_first else 4
         return (1 + num_steps) * first + a_token * (num_rows * (1 + num_steps * 1.5))
 
-    def curve(self, num_rows: int, lengths: Sequence[int]) -> Iterator[CostPoint]:
-        """One number of rows with more and more drafts, two lengths at least."""
-        max_tokens = min(2 * len(lengths) * (lengths[-1] + 1) + 2, self._requests.max_model_len - 1)
+    def curve(self, num_rows: int, lengths: Sequence[int]) -> dict[int, float]:
+        """Seconds by length of steps of so many rows, in rounds over all lengths: one round, two lengths at least."""
+        most_steps = 2 * MOST_ROUNDS * len(lengths)
+        max_tokens = min(most_steps * (lengths[-1] + 1) + 2, self._requests.max_model_len - 1)
         ids = [self._requests.submit(max_tokens) for _ in range(num_rows)]
         self._statistics.rest()
+        least: dict[int, float] = {}
         try:
             self._drafter.limit = 0
-            if not any(self._step(num_rows, 0) for _ in range(MOST_STEPS_TO_START)):
-                return
-            for index, length in enumerate(lengths):
-                is_late = index >= 2 and self.seconds_left <= self.seconds_kept
-                if is_late or num_rows * (length + 1) > self._requests.config.max_num_batched_tokens:
-                    return
-                seconds = self._time(num_rows, length)
-                if seconds is None:
-                    return
-                yield num_rows, length, seconds
+            if any(self._step(num_rows, 0) for _ in range(MOST_STEPS_TO_START)):
+                for length in (length for _ in range(MOST_ROUNDS) for length in lengths):
+                    seconds = self._time(num_rows, length) if self._has_time(len(least), num_rows, length) else None
+                    if seconds is None:
+                        break
+                    least[length] = min(seconds, least.get(length, seconds))
         finally:
             for request_id in ids:
                 self._requests.drop(request_id)
             self._machine.scheduler.poll()
             self._machine.device.rest()
+        return least
+
+    def _has_time(self, num_known: int, num_rows: int, length: int) -> bool:
+        """Whether a further step of so many tokens may be run, with `num_known` lengths measured."""
+        is_late = num_known >= 2 and self.seconds_left <= self.seconds_kept
+        return not is_late and num_rows * (length + 1) <= self._requests.config.max_num_batched_tokens
 
     def _time(self, num_rows: int, length: int) -> float | None:
         """Seconds of a step; None: it cannot have so many rows and drafts."""
