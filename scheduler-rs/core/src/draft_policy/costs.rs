@@ -18,6 +18,8 @@ const DOMINANT: f32 = 0.9;
 /// While the level itself is surprised by more, nothing is compared with it.
 const MOST_DRIFT: f32 = 0.1;
 const DRIFT_RATE: f32 = 0.25;
+/// Steps over which a correction fades while its cell is not seen: what was measured at the start speaks again.
+const FADING_STEPS: f32 = 64.0;
 /// Largest believable surprise, as a logarithm.
 const MOST_SURPRISE: f32 = 0.5;
 
@@ -133,6 +135,9 @@ impl StepCosts {
         let rate = (1.0 / bin.num_seen as f32).max(1.0 / SHARE_STEPS);
         for (i, other) in bin.cells.iter_mut().enumerate() {
             other.share += rate * (f32::from(u8::from(i == cell)) - other.share);
+            if i != cell {
+                other.correction *= 1.0 - 1.0 / FADING_STEPS;
+            }
         }
         let part = level_part(bin.cells[cell].share);
         let believed = surprise.clamp(-MOST_SURPRISE, MOST_SURPRISE);
