@@ -22,14 +22,19 @@ _GIB = 2**30
 def replacing(path: Path) -> Iterator[Path]:
     """A place beside `path` to write to. It becomes `path` at the end, and is removed when anything fails.
 
+    The file has the permissions of any new one, also where a library's writer puts a private file in its place.
     Raises StorageError where the file system refuses.
     """
     part = path.with_name(f".{path.name}.part")
     try:
         with told(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.touch()  # with the usual permissions, which other libraries' writers do not give
+            part.unlink(missing_ok=True)  # a killed run's
+            part.touch()
+            mode = part.stat().st_mode
             yield part
+            if part.stat().st_mode != mode:
+                part.chmod(mode)
             with part.open("rb") as file:
                 os.fsync(file.fileno())
             part.replace(path)
