@@ -1,8 +1,9 @@
 """The adaptive draft length against every fixed one, 0 included: is it ever slower than the best of them?
 
 Two engines hold the same model: one adapts, the other drafts a fixed number of tokens a run. All run the same greedy
-load in turn, adaptive first and fixed first alternately; for each fixed length the median of the ratios is printed with
-a bootstrap interval. The last line of a load compares with the best fixed length: in each pair the one that is best in
+load; after some runs that warm up, lengths far from the best are left out. Then each run with a fixed length has one
+with the adaptive length right beside it, before and after it alternately; the median of the ratios is printed with a
+bootstrap interval. The last line of a load compares with the best fixed length: for each pair the one that is best in
 all other pairs, since the best of several noisy figures is a lucky one as well. Prompts stay in the prefix cache, so
 that runs are decoding alone.
 """
@@ -25,6 +26,10 @@ from sonar_engine.engine import Engine, build_engine
 from sonar_engine.types import SamplingParams
 
 BEST = 0.98  # of the best fixed length's speed is as good as it
+NEAR = 0.85  # of the best length's speed after the warm-up: slower ones are left out
+
+Pairs = list[tuple[float, float]]
+"""Tokens/s, adaptive and fixed."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,8 @@ def drafting(drafter: str, texts: Path, most: int) -> dict[str, Any]:
     return {**oracle, "num_speculative_tokens": most}
 
 
-def measure(arguments: argparse.Namespace, drafter: str, batch: int) -> dict[int | None, list[float]]:
-    """Tokens/s of each run by length, None the adaptive one."""
+def measure(arguments: argparse.Namespace, drafter: str, batch: int) -> dict[int, Pairs]:
+    """Pairs of every length that is not far from the best."""
     most = max(arguments.lengths)
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder) / "texts.jsonl"
@@ -81,32 +86,38 @@ def measure(arguments: argparse.Namespace, drafter: str, batch: int) -> dict[int
         plain.close()
         adaptive = build(arguments, batch, **drafting(drafter, texts, most), draft_length="adaptive")
         fixed = build(arguments, batch, **drafting(drafter, texts, most))
-    engines: dict[int | None, Engine] = {None: adaptive, **dict.fromkeys(arguments.lengths, fixed)}
-    rates: dict[int | None, list[float]] = {length: [] for length in engines}
-    for pair in range(-arguments.warm_up, arguments.pairs):
-        for length in engines if pair % 2 else reversed(engines):
-            rate = tokens_per_second(engines[length], load.prompts, load.params(length))
-            if pair >= 0:
-                rates[length].append(rate)
+
+    def run(length: int | None) -> float:
+        engine = adaptive if length is None else fixed
+        return tokens_per_second(engine, load.prompts, load.params(length))
+
+    for _ in range(arguments.warm_up):
+        first = {length: run(length) for length in [None, *arguments.lengths]}
+    best = max(rate for length, rate in first.items() if length is not None)
+    pairs: dict[int, Pairs] = {length: [] for length in arguments.lengths if first[length] >= NEAR * best}
+    for i in range(arguments.pairs):
+        for length, measured in pairs.items():
+            rates = {each: run(each) for each in ((None, length) if i % 2 else (length, None))}
+            measured.append((rates[None], rates[length]))
     for engine in (adaptive, fixed):
         engine.close()
-    return rates
+    return pairs
 
 
-def rows(rates: dict[int | None, list[float]], drafter: str, batch: int) -> Iterator[dict[str, Any]]:
+def rows(pairs: dict[int, Pairs], drafter: str, batch: int) -> Iterator[dict[str, Any]]:
     """One row a fixed length, then one of the best of them."""
-    fixed = {length: np.array(values) for length, values in rates.items() if length is not None}
-    adaptive = np.array(rates[None])
-    lengths: list[int | str] = [*fixed, "best"]
-    for length, others in zip(lengths, [*fixed.values(), best_of_other_pairs(fixed)], strict=True):
-        ratios = adaptive / others
+    rates = np.array(list(pairs.values()))  # [lengths, pairs, 2]
+    best = best_of_other_pairs(rates[..., 0] / rates[..., 1])
+    lengths: list[int | str] = [*pairs, "best"]
+    for length, each in zip(lengths, [*rates, rates[best, np.arange(len(best))]], strict=True):
+        ratios = each[:, 0] / each[:, 1]
         low, high = interval(ratios)
         yield {
             "drafter": drafter,
             "batch": batch,
             "length": length,
-            "tokens_per_second": float(np.median(others)),
-            "adaptive_tokens_per_second": float(np.median(adaptive)),
+            "tokens_per_second": float(np.median(each[:, 1])),
+            "adaptive_tokens_per_second": float(np.median(each[:, 0])),
             "ratio": float(np.median(ratios)),
             "low": low,
             "high": high,
@@ -114,12 +125,10 @@ def rows(rates: dict[int | None, list[float]], drafter: str, batch: int) -> Iter
         }
 
 
-def best_of_other_pairs(fixed: dict[int, np.ndarray]) -> np.ndarray:
-    """For each pair the tokens/s of the length whose median over the other pairs is the highest."""
-    values = np.stack(list(fixed.values()))
-    pairs = range(values.shape[1])
-    best = [np.argmax(np.median(np.delete(values, pair, axis=1), axis=1)) for pair in pairs]
-    return values[best, pairs]
+def best_of_other_pairs(ratios: np.ndarray) -> np.ndarray:
+    """[lengths, pairs], adaptive to fixed -> for each pair the length with the lowest median over the other pairs."""
+    pairs = range(ratios.shape[1])
+    return np.array([np.argmin(np.median(np.delete(ratios, pair, axis=1), axis=1)) for pair in pairs])
 
 
 def show(row: dict[str, Any]) -> str:
@@ -140,7 +149,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[0, 1, 2, 3, 4, 6, 8], help="fixed draft lengths")
     parser.add_argument("--output-len", type=int, default=96)
     parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--warm-up", type=int, default=2, help="pairs before the ones that count")
+    parser.add_argument("--warm-up", type=int, default=3, help="runs of every length before the pairs")
     parser.add_argument("--json", action="store_true", help="one object a line")
     arguments = parser.parse_args()
     for batch in arguments.batches:

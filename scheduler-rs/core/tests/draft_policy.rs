@@ -268,11 +268,11 @@ fn rows_without_drafts_leave_the_length_alone() {
 
 #[test]
 fn few_rows_with_drafts_among_many_draft_where_all_would_not() {
-    let machine = Machine::new(64, 0.6, 0.05, 0.0);
+    let machine = Machine::new(64, 0.6, 0.5, 0.0);
     let mut policy = machine.policy();
     assert_eq!(policy.choose(64, &[64; MOST as usize]), 0);
     let machine = Machine {
-        fixed: 20.0,
+        fixed: 200.0,
         ..machine
     };
     let mut policy = machine.policy();

@@ -8,8 +8,9 @@ const FADING_STEPS: f32 = 64.0;
 const LEAST_KNOWN: f32 = 8.0;
 /// Observations that the guess for a new position is worth.
 const GUESS_WEIGHT: f32 = 2.0;
-/// The guess for the first position; a further one is guessed to be like the one before it.
-const FIRST_GUESS: f32 = 0.6;
+/// The guess for the first position; a further one is guessed to be like the one before it. It is a hopeful one, so that
+/// drafts are tried: where they are worth nothing some steps show it, but what is not tried is never known.
+const FIRST_GUESS: f32 = 0.85;
 
 /// Moving averages over the positions that verification reached, for all requests together.
 #[derive(Clone, Debug)]
