@@ -63,7 +63,9 @@ class ModelRun:
         rows = [BatchRow(slot, self.computed.get(slot, 0), ids, slot in decode) for slot, ids in tokens.items()]
         batch = self.batches.build(rows)
         hidden = self.runner.forward(batch)
-        logits = self.runner.logits(hidden, torch.arange(batch.num_tokens, dtype=torch.int32))
+        logits = self.runner.logits(
+            hidden, torch.arange(batch.num_tokens, dtype=torch.int32, device=self.runner.device)
+        )
         for row, slot in enumerate(batch.slots.tolist()):
             start, end = batch.host["qo_indptr"][row : row + 2]
             self._logits.setdefault(slot, []).append(logits[start:end].clone())

@@ -319,6 +319,15 @@ def test_flashinfer_takes_the_arguments_that_we_pass() -> None:
     prefill, decode = flashinfer.BatchPrefillWithPagedKVCacheWrapper, flashinfer.BatchDecodeWithPagedKVCacheWrapper
     inspect.signature(prefill).bind(None, "NHD")
     inspect.signature(decode).bind(None, "NHD", use_tensor_cores=True)
+    fixed = dict.fromkeys(
+        ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+    )
+    inspect.signature(prefill).bind(None, "NHD", use_cuda_graph=True, backend="fa2", **fixed)
+    fixed = dict.fromkeys(("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer"))
+    inspect.signature(decode).bind(None, "NHD", use_cuda_graph=True, use_tensor_cores=True, **fixed)
+    for wrapper in (prefill, decode):
+        inspect.signature(wrapper.reset_workspace_buffer).bind(None, None, None)
+        inspect.signature(wrapper.run).bind(None, None, None)
     inspect.signature(prefill.plan).bind(None, None, None, None, None, *sizes, causal=True, **options)
     inspect.signature(decode.plan).bind(None, None, None, None, *sizes, **options)
     inspect.signature(flashinfer.append_paged_kv_cache).bind(*[None] * 8, kv_layout="NHD")

@@ -117,6 +117,9 @@ class EngineConfig(BaseModel):
     plan_ahead: bool | None = Field(
         default=None, description="Plan the next step on the planner's thread; default: on CUDA only"
     )
+    cuda_graphs: bool = Field(
+        default=True, description="Replay decoding and verification as CUDA graphs where attention runs on FlashInfer"
+    )
     seed: int = Field(default=0, description="Source of the seeds of requests that bring none")
     num_threads: int | None = Field(default=None, ge=1, description="CPU threads; default: one a core")
     speculative: SpeculativeConfig = SpeculativeConfig()

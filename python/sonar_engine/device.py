@@ -71,6 +71,12 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def write_to_device(array: np.ndarray, tensor: torch.Tensor) -> None:
+    """Puts `array` into a tensor of its shape, as `to_device` brings it over: the host does not wait."""
+    source = torch.from_numpy(array)
+    tensor.copy_(source if tensor.device.type == "cpu" else source.pin_memory(), non_blocking=True)
+
+
 class CpuDevice:
     """The host is the device: every call returns when its work is done."""
 

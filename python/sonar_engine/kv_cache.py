@@ -27,6 +27,7 @@ class KvCachePlan:
     max_pages_per_seq: int
     reserved_len: int
     bytes_per_token: int  # keys and values of all layers, those of the drafter included
+    has_spare_page: bool = False  # page `num_pages`, which no request holds; in no count
 
     @property
     def num_bytes(self) -> int:
@@ -42,11 +43,14 @@ class KvCache:
     """`layers[i]` is [num_pages, 2, page_size, Hkv, D] (index 0 keys, 1 values), in the model's dtype.
 
     `page_table` is int32 [max_num_seqs, max_pages_per_seq], by slot; a row is valid up to its sequence's length.
+    With a spare page layers have one page more, and `padded_table` is the page table with a last row, whose pages are
+    all the spare one.
     """
 
     plan: KvCachePlan
     layers: list[torch.Tensor]
     page_table: torch.Tensor
+    padded_table: torch.Tensor | None = None  # int32 [max_num_seqs + 1, max_pages_per_seq]
 
 
 def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -92,15 +96,19 @@ def allocate_kv_cache(
 ) -> KvCache:
     """The layers of one model, and an empty page table."""
     layers = allocate_layers(plan, model, dtype, device)
-    page_table = torch.zeros((max_num_seqs, plan.max_pages_per_seq), dtype=torch.int32, device=device)
-    return KvCache(plan, layers, page_table)
+    if not plan.has_spare_page:
+        page_table = torch.zeros((max_num_seqs, plan.max_pages_per_seq), dtype=torch.int32, device=device)
+        return KvCache(plan, layers, page_table)
+    padded_table = torch.zeros((max_num_seqs + 1, plan.max_pages_per_seq), dtype=torch.int32, device=device)
+    padded_table[max_num_seqs] = plan.num_pages
+    return KvCache(plan, layers, padded_table[:max_num_seqs], padded_table)
 
 
 def allocate_layers(
     plan: KvCachePlan, model: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
     """Zeroed tensors. On a CPU memory becomes resident as it is written, a huge page at a time where there are any."""
-    shape = (plan.num_pages, 2, plan.page_size, model.num_kv_heads, model.head_dim)
+    shape = (plan.num_pages + plan.has_spare_page, 2, plan.page_size, model.num_kv_heads, model.head_dim)
     try:
         return [_zeros(shape, dtype, device) for _ in range(model.num_layers)]
     except (torch.OutOfMemoryError, MemoryError):

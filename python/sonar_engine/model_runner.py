@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from sonar_kernels import fill_draft_tokens
 
 from sonar_engine.attention.select import AttentionBackend, select_attention
 from sonar_engine.config import EngineConfig
+from sonar_engine.cuda_graphs import CudaGraphs, Input, open_graphs, wants_graphs
 from sonar_engine.drafters.base import Draft
 from sonar_engine.errors import ConfigError
 from sonar_engine.kv_cache import KvCache, allocate_kv_cache, allocate_layers, plan_kv_cache
@@ -57,6 +58,7 @@ class ModelRunner:
     attention_backend: AttentionBackend
     cpu_kernels: CpuKernels | None  # of the model's operations, when they run on them
     weight_bytes: int  # parameters as loaded, a tied head once
+    graphs: CudaGraphs | None = None  # of the forward pass
 
     @classmethod
     def load(
@@ -78,6 +80,7 @@ class ModelRunner:
         dtype = choose_dtype(engine_config, config)
         max_model_len = choose_max_model_len(engine_config, config)
         plan = plan_kv_cache(engine_config, config, max_model_len, dtype, drafter_bytes_per_token)
+        plan = replace(plan, has_spare_page=wants_graphs(engine_config, device))
         linear_backend, ops = select_ops(engine_config, device)
         kv_cache = allocate_kv_cache(plan, config, engine_config.max_num_seqs, dtype, device)
         place = _Place(kv_cache, ops, linear_backend, dtype, max_model_len)
@@ -94,7 +97,7 @@ class ModelRunner:
         config = ModelConfig.load(resolved.path)
         dtype = choose_dtype(engine_config, config)
         layers = allocate_layers(self.kv_cache.plan, config, dtype, self.device)
-        kv_cache = KvCache(self.kv_cache.plan, layers, self.page_table)
+        kv_cache = replace(self.kv_cache, layers=layers)
         place = _Place(kv_cache, self.ops, self.linear_backend, dtype, self.max_model_len)
         return self._load_into(place, engine_config, resolved, config, progress)
 
@@ -128,7 +131,14 @@ class ModelRunner:
             weight_bytes=weight_bytes,
         )
         runner.warm_up()
-        return runner
+        graphs = open_graphs(
+            engine_config,
+            kv_cache,
+            attention,
+            lambda positions, token_ids: (model.run(positions, token_ids)[0],),
+            [Input((), torch.int32)],
+        )
+        return replace(runner, graphs=graphs)
 
     @property
     def num_pages(self) -> int:
@@ -153,13 +163,14 @@ class ModelRunner:
         return self.kv_cache.page_table
 
     def forward(self, batch: BatchMetadata, draft: Draft | None = None) -> torch.Tensor:
-        """Final hidden states [T, H]; writes the batch's keys and values.
+        """Final hidden states [T, H]; writes the batch's keys and values. A graph is replayed where there is one.
 
         `draft` goes into `batch.token_ids` where the plan left room for it; None: the batch has no drafts.
         """
         if draft is not None and batch.num_drafts:
             fill_draft_tokens(batch.token_ids, batch.token_reqs, batch.qo_indptr, draft.tokens)
-        return self.model.forward(batch.token_ids, batch)
+        replayed = None if self.graphs is None else self.graphs.replay(batch, batch.token_ids)
+        return self.model.forward(batch.token_ids, batch) if replayed is None else replayed[0]
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """hidden [T, H], rows int32 [S] -> fp32 [S, V]."""

@@ -7,7 +7,7 @@ pins both. Two slots alternate, so that a slot is never rewritten under a runnin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -101,6 +101,7 @@ class BatchMetadata:
     page_table: torch.Tensor  # [max_num_seqs, max_pages], by slot; rows are valid up to kv_len
     host: Mapping[str, np.ndarray]  # every section on the host, by name (views of the slot; valid for this step)
     admitted: list[tuple[int, int]]  # (slot, request id) of requests that entered a slot with this step
+    is_fixed: bool = field(default=False, init=False)  # its tensors hold every batch of these counts in turn
 
 
 _BATCH_COUNTS = (

@@ -16,6 +16,11 @@ class Attention(Protocol):
         """Once a step, before layer 0: derive what every layer shares (page table rows, plan)."""
         ...
 
+    def can_capture(self, num_rows: int, q_len: int) -> bool:
+        """Whether what `forward` queues for a batch that `is_fixed`, with rows of `q_len` tokens each, is the same for
+        all of them, so that it can be captured once; `begin` then brings each batch's own lengths and pages over."""
+        ...
+
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Writes k, v [T, Hkv, D] at `batch.slot_mapping`, then attends.
 

@@ -61,6 +61,9 @@ class NativeAttention:
             batch.page_table.stride(0),
         )
 
+    def can_capture(self, num_rows: int, q_len: int) -> bool:
+        return False  # it runs on a CPU
+
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Writes k, v [T, Hkv, D] into the cache, attends with q [T, Hq, D]: [T, Hq * D] in the cache's dtype."""
         num_tokens, num_q_heads, head_dim = q.shape

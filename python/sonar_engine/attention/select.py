@@ -34,6 +34,9 @@ class MixedWindowAttention:
         for backend in self._backends:
             backend.begin(batch)
 
+    def can_capture(self, num_rows: int, q_len: int) -> bool:
+        return all(backend.can_capture(num_rows, q_len) for backend in self._backends)
+
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self._by_layer[layer].forward(layer, q, k, v)
 

@@ -79,6 +79,9 @@ class TorchAttention:
         groups = [] if self._batch_invariant else self._groups(batch)
         self._step = _Step(key_rows, groups, rows)
 
+    def can_capture(self, num_rows: int, q_len: int) -> bool:
+        return False  # shapes follow the longest sequence
+
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         step, cache = self._step, self._caches[layer]
         if step is None:

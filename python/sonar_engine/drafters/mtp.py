@@ -16,6 +16,7 @@ poor one, once, and is verified like any other.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from sonar_kernels import copy_rows, shift_tokens
 
 from sonar_engine.attention.base import Attention
 from sonar_engine.attention.select import select_attention
+from sonar_engine.cuda_graphs import CudaGraphs, Input, open_graphs
 from sonar_engine.device import to_device
 from sonar_engine.drafters.base import Draft, Verdict
 from sonar_engine.drafters.draft_chain import ActiveRows, draft_chain
@@ -44,6 +46,19 @@ if TYPE_CHECKING:
     from sonar_engine.model_runner import ModelRunner
 
 
+@dataclass(frozen=True)
+class HeadPass:
+    """One pass of a head over the batch that `attention` has begun; `embedding` [V, H] is the target's."""
+
+    head: MtpHead
+    embedding: torch.Tensor
+    attention: Attention
+
+    def __call__(self, positions: torch.Tensor, tokens: torch.Tensor, features: torch.Tensor) -> HeadStates:
+        """positions int32 [T], tokens int32 [T] at positions + 1, features [T, H]."""
+        return self.head(self.embedding.index_select(0, tokens), features, positions, self.attention.forward)
+
+
 class MtpDrafter:
     """Batches of all rows in every pass, without Python a request."""
 
@@ -61,21 +76,23 @@ class MtpDrafter:
         output: Linear,
         sampler: DraftSampler,
         token_map: torch.Tensor | None = None,
+        graphs: CudaGraphs | None = None,
         compacts: bool,
     ) -> None:
         """`kv_cache` has the head's layers over the target's pages, `attention` attends over them.
 
-        `output` turns states [N, H] into logits fp32 [N, W]; `token_map` int32 [W] as in `Draft`; `compacts`: the
-        verdict is on the host at once, so that the head leaves rejected drafts out.
+        `output` turns states [N, H] into logits fp32 [N, W]; `token_map` int32 [W] as in `Draft`; `graphs`
+        are of its `HeadPass`; `compacts`: the verdict is on the host at once, so that the head leaves rejected drafts
+        out.
         """
         device, max_num_seqs = target.device, config.max_num_seqs
-        self._head = head
         self._kv_cache = kv_cache
         self._attention = attention
         self._output = output
         self._sampler = sampler
         self._token_map = token_map
-        self._embedding = target.model.embedding
+        self._graphs = graphs
+        self._pass = HeadPass(head, target.model.embedding, attention)
         self._lens = np.full(max_num_seqs, config.speculative.num_speculative_tokens, np.int32)
         self._speculates = np.zeros(max_num_seqs, np.bool_)
         # Carried by slot: what the head gave at the position before the sequence's last token.
@@ -101,8 +118,12 @@ class MtpDrafter:
             device=target.device,
         )
         loaded.head.pack(target.ops)
-        kv_cache = KvCache(plan, allocate_layers(plan, block, target.dtype, target.device), target.page_table)
+        layers = allocate_layers(plan, block, target.dtype, target.device)
+        kv_cache = replace(target.kv_cache, layers=layers)
         _, attention = select_attention(config, block, kv_cache, target.ops)
+        inputs = [Input((), torch.int32), Input((target.config.hidden_size,), target.dtype)]
+        run = HeadPass(loaded.head, target.model.embedding, attention)
+        graphs = open_graphs(config, kv_cache, attention, run, inputs)
         output, token_map = target.model.output, loaded.token_map
         if token_map is not None:
             rows = load_output_rows(resolved.path, target.config, token_map.cpu().long(), target.dtype, target.device)
@@ -117,6 +138,7 @@ class MtpDrafter:
             output=output,
             sampler=sampler,
             token_map=token_map,
+            graphs=graphs,
             compacts=not context.device.runs_alone,
         )
 
@@ -190,9 +212,11 @@ class MtpDrafter:
 
     def _run(self, batch: BatchMetadata, tokens: torch.Tensor, features: torch.Tensor) -> HeadStates:
         """One pass of the head: tokens int32 [T] at positions + 1, features [T, H]."""
+        replayed = None if self._graphs is None else self._graphs.replay(batch, tokens, features)
+        if replayed is not None:
+            return HeadStates(*replayed)
         self._attention.begin(batch)
-        embeddings = self._embedding.index_select(0, tokens)
-        return self._head(embeddings, features, batch.positions, self._attention.forward)
+        return self._pass(batch.positions, tokens, features)
 
     def _span_batch(self, spans: Spans) -> BatchMetadata:
         return span_batch(spans, self._kv_cache.page_table, self._kv_cache.plan.page_size)

@@ -48,8 +48,15 @@ class LlamaForCausalLM:
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """`forward`, and the residual stream [T, H] entering each layer of `capture_layers`, in layer order."""
         self._attention.begin(batch)
+        return self.run(batch.positions, token_ids, capture_layers)
+
+    @torch.inference_mode()
+    def run(
+        self, positions: torch.Tensor, token_ids: torch.Tensor, capture_layers: tuple[int, ...] = ()
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """`forward_with_capture` over the batch that the attention has begun; positions int32 [T]."""
         entering = self.embedding.index_select(0, token_ids)
-        hidden, _, captured = self._stack.run(entering, batch.positions, self._attention.forward, capture_layers)
+        hidden, _, captured = self._stack.run(entering, positions, self._attention.forward, capture_layers)
         return hidden, captured
 
     @torch.inference_mode()

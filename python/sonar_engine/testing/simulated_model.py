@@ -86,6 +86,9 @@ class NoAttention:
     def begin(self, batch: BatchMetadata) -> None:
         pass
 
+    def can_capture(self, num_rows: int, q_len: int) -> bool:
+        return False
+
     def forward(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError("simulated models do not attend")
 
