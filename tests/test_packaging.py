@@ -69,6 +69,15 @@ def test_the_wheel_carries_prompts_types_stub_and_licence(wheels: list[Path]):
 
 
 @pytest.mark.timeout(BUILD_SECONDS)
+def test_the_wheel_carries_all_that_lies_among_the_heads(wheels: list[Path]):
+    names = set(zipfile.ZipFile(wheels[0]).namelist())
+    package = ROOT / "python"
+    heads = {str(path.relative_to(package)) for path in (package / "sonar_engine/heads").rglob("*") if path.is_file()}
+    assert "sonar_engine/heads/README.md" in heads
+    assert heads <= names
+
+
+@pytest.mark.timeout(BUILD_SECONDS)
 def test_the_installed_package_runs_away_from_the_checkout(installed: Path, version: str):
     code = "import sonar_engine.engine, sonar_kernels; print(sonar_engine.__version__, sonar_engine.__file__)"
     found_version, file = python(code, installed).split()

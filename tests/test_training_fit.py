@@ -77,7 +77,7 @@ def test_the_loss_falls_and_the_head_serves(
     assert steps[-1]["loss"] < 0.3 * steps[0]["loss"]
     assert steps[-1]["agreement"][0] > 0.8
     config = json.loads((head / "config.json").read_text())
-    assert config["trained_for"]["name"] == str(tiny_folder)
+    assert config["trained_for"]["name"] == tiny_folder.name
     assert config["training"]["steps"] == len(steps)
     assert config["dtype"] == "bfloat16"
     assert "licence" in (head / "README.md").read_text().lower()

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 MAX_NUM_SEQS = 4096
 MAX_SPECULATIVE_TOKENS = 32
 MAX_THREADS_PER_CPU = 4
+HEAD_MODEL_TYPE = "sonar_mtp"  # in config.json of an MTP head
+SHIPPED = "shipped"  # as `speculative.model`: what came with the package for the target
 
 
 class LossyConfig(BaseModel):
@@ -37,7 +39,9 @@ class SpeculativeConfig(BaseModel):
         default="none", description="How tokens are proposed"
     )
     model: str | None = Field(
-        default=None, description="The draft model, or the head's folder: known name, folder, .gguf file or hub id"
+        default=None,
+        description="The draft model, or the head's folder: known name, folder, .gguf file or hub id; "
+        "shipped: what comes with the package for the target",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Type of the draft model's weights and KV cache; auto: as for the target"

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from sonar_engine.config import EngineConfig, LossyConfig, SpeculativeConfig
+from sonar_engine.config import SHIPPED, EngineConfig, LossyConfig, SpeculativeConfig
 from sonar_engine.errors import ConfigError, reason
 from sonar_engine.server.config import ServerConfig
 
@@ -216,6 +216,8 @@ def _merge_speculative(sources: list[Source]) -> _Speculative | None:
             last = source
     if last is None:
         return None
+    if values.get("model") == SHIPPED:
+        values.setdefault("method", "mtp")
     if "method" not in values and values:
         field = next(iter(values))
         raise ConfigError(f"{_spell_speculative(field, last)}: needs a method; add {last.spell('spec_method')} ngram")

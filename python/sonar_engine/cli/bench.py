@@ -50,7 +50,7 @@ def scheduler(
     _print((measure_scheduler(n, k, steps) for n in sizes for k in depths), as_json)
 
 
-@config_options(EngineConfig)
+@config_options(EngineConfig, default_method="none")
 def latency(
     *,
     output_len: OutputLen = 128,
@@ -68,7 +68,7 @@ def latency(
         _print(measure_latency(session.engine, settings), as_json)
 
 
-@config_options(EngineConfig)
+@config_options(EngineConfig, default_method="none")
 def throughput(
     *,
     streams: Annotated[str, typer.Option(metavar="N,N,...", help="Streams at once")] = "1,8,32",

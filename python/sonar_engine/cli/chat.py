@@ -11,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from sonar_engine.cli.options import config_options, load_options
+from sonar_engine.cli.options import config_options, load_drafting_options
 from sonar_engine.cli.session import Messages, Session, checked_settings, open_session
+from sonar_engine.cli.terminal import note, note_drafter
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import InvalidRequestError
 from sonar_engine.response_metrics import response_metrics
@@ -32,13 +33,14 @@ def chat(
     **options: Any,
 ) -> None:
     """Talk with a model. Earlier turns stay in the prefix cache."""
-    config = load_options(options).engine
+    config = load_drafting_options(options, "fixed").engine
     settings = checked_settings(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    note_drafter(config)
     with open_session(config) as session:
         params = session.sampling(settings)
         # settings that this model cannot follow, or a template that no turn could use, end it here
         session.engine.validate(session.encode([{"role": "user", "content": "Hello"}]), params)
-        _note(f"{session.engine.info.model_name}: {HELP}")
+        note(f"{session.engine.info.model_name}: {HELP}")
         converse(session, params, [{"role": "system", "content": system}] if system else [])
 
 
@@ -52,7 +54,7 @@ def converse(session: Session, params: SamplingParams, opening: Messages) -> Non
         if text == "/reset":
             messages = list(opening)
         elif text == "/help":
-            _note(HELP)
+            note(HELP)
         elif text:
             messages.append({"role": "user", "content": text})
             answer = _answer(session, params, messages)
@@ -87,11 +89,11 @@ def _answer(session: Session, params: SamplingParams, messages: Messages) -> str
     except KeyboardInterrupt:
         pass  # the engine has aborted it; what was said stands
     except InvalidRequestError as error:
-        _note(f"error: {error}; /reset starts anew")
+        note(f"error: {error}; /reset starts anew")
         return None
     print()
     if completion is not None:
-        _note(_summary(completion))
+        note(_summary(completion))
     return "".join(said)
 
 
@@ -128,9 +130,3 @@ def _summary(completion: Completion) -> str:
     return (
         f"({num_tokens} tokens{rate}{acceptance}, {completion.metrics.num_cached_tokens} prompt tokens from the cache)"
     )
-
-
-def _note(text: str) -> None:
-    """A line of our own, dimmed on a terminal."""
-    dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{dim}{text}{plain}", file=sys.stderr, flush=True)

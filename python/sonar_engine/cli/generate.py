@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from sonar_engine.cli.options import config_options, load_options
+from sonar_engine.cli.options import config_options, load_drafting_options
 from sonar_engine.cli.prompts_file import Prompt, read_prompts
 from sonar_engine.cli.session import Session, checked_settings, open_session
-from sonar_engine.cli.terminal import progress_bars
+from sonar_engine.cli.terminal import note_drafter, progress_bars
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import InvalidRequestError
 from sonar_engine.response_metrics import response_metrics
@@ -46,7 +46,7 @@ def generate(
 ) -> None:
     """Complete prompts. A --prompt is continued as it stands; messages go through the model's chat template."""
     asked = _asked_prompts(prompt, prompts, chat)
-    config = load_options(options).engine
+    config = load_drafting_options(options, "fixed" if len(asked) == 1 else "adaptive").engine
     settings = checked_settings(
         temperature=temperature,
         top_p=top_p,
@@ -58,6 +58,7 @@ def generate(
         stop=stop,
         ignore_eos=ignore_eos,
     )
+    note_drafter(config)
     with open_session(config) as session:
         params = session.sampling(settings)
         if len(asked) == 1 and not as_json:

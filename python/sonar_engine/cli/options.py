@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -16,6 +16,9 @@ from sonar_engine.config import EngineConfig, SpeculativeConfig
 from sonar_engine.config_loader import LoadedConfig, load_config, option_names, process_environment
 from sonar_engine.server.config import ServerConfig
 
+if TYPE_CHECKING:
+    from sonar_engine.drafters.shipped import DraftLength
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 METAVARS: dict[Any, str] = {int: "INT", float: "NUMBER", str: "TEXT", bool: ""}
@@ -23,10 +26,13 @@ PANELS: dict[type[BaseModel], str] = {EngineConfig: "Engine", ServerConfig: "Ser
 SPECULATION = "Speculation"
 
 
-def config_options(*models: type[BaseModel], without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
+def config_options(
+    *models: type[BaseModel], without: tuple[str, ...] = (), default_method: str = "as shipped for the model, else none"
+) -> Callable[[Command], Command]:
     """Adds an option for every field of `models` (but `without`) and for speculation to a command.
 
-    The command's `**options` receives them by option name, None where the user gave none.
+    `default_method` is what its help says of drafting that is not asked for. The command's `**options` receives them by
+    option name, None where the user gave none.
     """
 
     def decorate(command: Command) -> Command:
@@ -35,7 +41,7 @@ def config_options(*models: type[BaseModel], without: tuple[str, ...] = ()) -> C
         added = [_parameter("config", Path | None, _config_option())]
         for model in models:
             added += [_field_parameter(model, option, field) for option, field in option_names(model).items()]
-        added += _speculation_parameters()
+        added += _speculation_parameters(default_method)
         taken = {*without, *(p.name for p in own)}
         parameters = own + [p for p in added if p.name not in taken]
         command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -68,6 +74,14 @@ def load_options(options: dict[str, Any], **given: Any) -> LoadedConfig:
     """The configuration a command's `options` ask for, over environment and file."""
     file = options.pop("config", None)
     return load_config({**options, **given}, process_environment(), file)
+
+
+def load_drafting_options(options: dict[str, Any], draft_length: DraftLength, **given: Any) -> LoadedConfig:
+    """As `load_options`, with the drafter that comes for the model, unless the user says how to draft."""
+    loaded = load_options(options, **given)
+    from sonar_engine.drafters.shipped import with_shipped_drafter
+
+    return loaded._replace(engine=with_shipped_drafter(loaded.engine, draft_length))
 
 
 def _parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
@@ -110,12 +124,12 @@ def _help(info: FieldInfo) -> str:
     return f"{text} \\[default: {shown}]".strip()
 
 
-def _speculation_parameters() -> list[inspect.Parameter]:
+def _speculation_parameters(default_method: str) -> list[inspect.Parameter]:
     methods = get_args(SpeculativeConfig.model_fields["method"].annotation)
     specs = {
         "speculative_config": ("JSON", 'Drafting as one object, such as {"method": "ngram"}'),
-        "spec_method": ("|".join(methods), "How tokens are proposed \\[default: none]"),
-        "spec_model": ("PATH", "The drafter's model, for methods that have one"),
+        "spec_method": ("|".join(methods), f"How tokens are proposed \\[default: {default_method}]"),
+        "spec_model": ("PATH", "The drafter's model, for methods that have one; shipped: what comes for the model"),
         "num_speculative_tokens": ("INT", "Most drafts a step \\[default: 4]"),
     }
     return [

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sonar_engine.cli.options import config_options, load_options
+from sonar_engine.cli.options import config_options, load_drafting_options
 from sonar_engine.config import EngineConfig
 from sonar_engine.server.config import ServerConfig
 
@@ -23,7 +23,7 @@ def serve(
 
     Options come from the command line, then SONAR_* variables (--max-num-seqs is SONAR_MAX_NUM_SEQS), then --config.
     """
-    loaded = load_options(options, model=model)
+    loaded = load_drafting_options(options, "adaptive", model=model)
     from sonar_engine.server.run import run_server
 
     sys.exit(run_server(loaded.engine, loaded.server))

@@ -10,6 +10,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from sonar_engine.config import EngineConfig
 from sonar_engine.errors import SonarError
 
 ProgressCallback = Callable[[str, int, int], None]  # (what, done, total)
@@ -54,6 +55,21 @@ class _Lines:
         if what not in self._seen:
             self._seen.add(what)
             print(f"{LABELS.get(what, what)} ...", file=sys.stderr, flush=True)
+
+
+def note(text: str) -> None:
+    """A line of our own on stderr, dimmed on a terminal."""
+    dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{dim}{text}{plain}", file=sys.stderr, flush=True)
+
+
+def note_drafter(config: EngineConfig) -> None:
+    """Notes that the engine will draft with what comes for its model, where it will."""
+    from sonar_engine.drafters.shipped import shipped_line
+
+    line = shipped_line(config)
+    if line is not None:
+        note(line)
 
 
 def exit_with(error: SonarError, code: int) -> NoReturn:

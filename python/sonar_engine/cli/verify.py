@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sonar_engine.cli.options import config_options, load_options
+from sonar_engine.cli.options import config_options, load_drafting_options
 from sonar_engine.cli.prompts_file import Prompt, read_prompts
 from sonar_engine.cli.session import Session, open_session
 from sonar_engine.cli.terminal import exit_with, progress_bars
@@ -42,7 +42,9 @@ def verify(
     if options["batch_invariant"] is None:
         options["batch_invariant"] = True
     try:
-        report = _compare(load_options(options).engine, _asked_prompts(prompts, num_prompts), max_tokens, samples)
+        report = _compare(
+            load_drafting_options(options, "fixed").engine, _asked_prompts(prompts, num_prompts), max_tokens, samples
+        )
     except SonarError as error:
         exit_with(error, NOT_COMPARED)
     print(json.dumps(report.to_dict()) if as_json else "\n".join(report.lines()))

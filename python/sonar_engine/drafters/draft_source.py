@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sonar_engine.drafters.shipped import resolve_drafter
 from sonar_engine.errors import ConfigError, ModelLoadError
 from sonar_engine.kv_cache import bytes_per_token
 from sonar_engine.model_runner import choose_dtype, choose_max_model_len
 from sonar_engine.models.model_config import ModelConfig
-from sonar_engine.models.registry import ResolvedModel, resolve_model
+from sonar_engine.models.registry import ResolvedModel
 from sonar_engine.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ def find_draft(engine_config: EngineConfig) -> DraftSource:
     speculative = engine_config.speculative
     if speculative.model is None:
         raise ConfigError("speculative method 'draft_model' needs a model: a known name, folder, .gguf file or hub id")
-    resolved = resolve_model(speculative.model)
+    resolved = resolve_drafter(speculative.model, engine_config.model, "draft_model")
     dtype = engine_config.dtype if speculative.dtype == "auto" else speculative.dtype
-    own = engine_config.model_copy(update={"model": speculative.model, "dtype": dtype})
+    own = engine_config.model_copy(update={"model": str(resolved.path), "dtype": dtype})
     return DraftSource(resolved, ModelConfig.load(resolved.path), own)
 
 

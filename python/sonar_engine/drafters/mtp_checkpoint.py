@@ -18,7 +18,8 @@ from typing import Any, Literal, get_args
 import torch
 from safetensors.torch import save_file
 
-from sonar_engine.drafters.mtp_config import ARCHITECTURE, MODEL_TYPE, MtpConfig, NextFeature
+from sonar_engine.config import HEAD_MODEL_TYPE
+from sonar_engine.drafters.mtp_config import ARCHITECTURE, MtpConfig, NextFeature
 from sonar_engine.drafters.mtp_head import MtpHead
 from sonar_engine.errors import ModelLoadError
 from sonar_engine.files import replacing, write_json
@@ -62,7 +63,7 @@ class HeadFiles:
 def read_head_config(folder: Path) -> HeadFiles:
     """Recognises the layout. Raises ModelLoadError for a folder without a head, or with one that is not supported."""
     raw, where = read_json(folder / CONFIG), str(folder / CONFIG)
-    if raw.get("architectures") == [ARCHITECTURE] or raw.get("model_type") == MODEL_TYPE:
+    if raw.get("architectures") == [ARCHITECTURE] or raw.get("model_type") == HEAD_MODEL_TYPE:
         return HeadFiles(folder, "own", MtpConfig.from_dict(raw, where))
     target = ModelConfig.from_dict(raw, where)
     if target.num_nextn_predict_layers != 1:

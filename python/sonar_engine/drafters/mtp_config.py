@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
+from sonar_engine.config import HEAD_MODEL_TYPE
 from sonar_engine.errors import ModelLoadError
 from sonar_engine.models.model_config import JsonFields, ModelConfig
 from sonar_engine.models.weights import Shape, layer_shapes
 
 ARCHITECTURE = "SonarMtpHead"
-MODEL_TYPE = "sonar_mtp"
 NextFeature = Literal["normed", "raw"]
 _OWN_KEYS = ("block_type", "draft_vocab_size", "norms", "fusion_bias", "next_feature")
 
@@ -82,7 +82,7 @@ class MtpConfig:
         """What config.json holds; `from_dict` reads it back."""
         return {
             "architectures": [ARCHITECTURE],
-            "model_type": MODEL_TYPE,
+            "model_type": HEAD_MODEL_TYPE,
             "block_type": self.block.family,
             **self.block.layers_dict(),
             "draft_vocab_size": self.draft_vocab_size,

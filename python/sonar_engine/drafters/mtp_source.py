@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sonar_engine.config import SHIPPED
 from sonar_engine.drafters.mtp_checkpoint import HeadFiles, read_head_config
+from sonar_engine.drafters.shipped import resolve_drafter
 from sonar_engine.errors import ConfigError
 from sonar_engine.kv_cache import bytes_per_token
 from sonar_engine.model_runner import choose_dtype, choose_max_model_len
 from sonar_engine.models.model_config import ModelConfig
-from sonar_engine.models.registry import ResolvedModel, resolve_model
+from sonar_engine.models.registry import ResolvedModel
 from sonar_engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -22,10 +24,11 @@ def find_head(engine_config: EngineConfig, target_model: ResolvedModel) -> HeadF
     Raises ModelLoadError when there is none that can be read, ConfigError when it is another model's.
     """
     named = engine_config.speculative.model
-    resolved = target_model if named is None else resolve_model(named)
+    resolved = target_model if named is None else resolve_drafter(named, engine_config.model, "mtp")
     if resolved.kind != "hf":
         raise ConfigError(
-            f"method mtp needs a head, and {resolved.name!r} is a .gguf file; give a head's folder as model"
+            f"method mtp needs a head, and {resolved.name!r} is a .gguf file; give a head's folder as model, "
+            f"or {SHIPPED!r} for one that comes with Sonar Engine"
         )
     files = read_head_config(resolved.path)
     target = ModelConfig.load(target_model.path)

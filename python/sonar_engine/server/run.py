@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 import uvicorn
 
 from sonar_engine.config import EngineConfig
+from sonar_engine.drafters.shipped import shipped_line
 from sonar_engine.engine_client import EngineClient
 from sonar_engine.engine_process import DEFAULT_FACTORY
 from sonar_engine.errors import ConfigError, EngineDeadError, SonarError
@@ -94,6 +95,8 @@ class _Run:
         self._watch_signals()
         logger.info("Sonar Engine %s", package_version())
         logger.info(options_line(self._engine_config, self._config))
+        if (drafter := shipped_line(self._engine_config)) is not None:
+            logger.info(drafter)
         server = _QuietServer(self._uvicorn_config())
         serving = asyncio.create_task(server.serve([listener]))
         try:

@@ -16,9 +16,10 @@ from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.safetensors_weights import SINGLE
 from sonar_engine.models.weights import EMBEDDING, HEAD
 from sonar_engine.tokenizer import Tokenizer
+from sonar_engine.training.export_note import write_note
 from sonar_engine.training.identity import TRAINED_FOR, TargetIdentity
 
-_NOTE = """# Draft model for {name}
+_OPENING = """# Draft model for {name}
 
 A draft model for speculative decoding with Sonar Engine, for this target alone:
 
@@ -27,10 +28,6 @@ sonar serve {name} --spec-method draft_model --spec-model FOLDER --num-speculati
 ```
 
 {num_layers} layers, which began as those of the target ({layers}), between the target's embedding and output matrix.
-Trained on {num_texts:,} texts ({num_tokens:,} tokens) that the target itself wrote, {steps:,} steps.
-
-Licence: the weights derive from the target and from texts that it wrote, so the target's licence holds for them too.
-No other text is in the training data than the target's answers and the prompts that it was given.
 """
 
 
@@ -48,8 +45,9 @@ class TrainedDraft:
 def export_draft(folder: Path, draft: TrainedDraft, target: TargetIdentity, facts: Mapping[str, Any]) -> None:
     """Each file is written beside its place and then renamed.
 
-    `facts`: num_steps, num_texts, num_tokens, steps, layers; they go into the configuration and the note.
+    `facts`: num_steps, layers, and those of `write_note`; they go into the configuration and the note.
     """
+    target = target.without_folder()
     tensors = {EMBEDDING: draft.embedding, **{f"model.{name}": value for name, value in draft.parameters.items()}}
     if not draft.config.tie_word_embeddings:
         tensors[HEAD] = draft.output
@@ -60,10 +58,9 @@ def export_draft(folder: Path, draft: TrainedDraft, target: TargetIdentity, fact
     config = replace(draft.config, torch_dtype=torch.bfloat16)
     described = {TRAINED_FOR: target.to_dict(), "training": dict(facts)}
     write_json(folder / "config.json", {**config.to_dict(), **described})
-    with replacing(folder / "README.md") as part:
-        layers = ", ".join(map(str, facts["layers"])) or "by way of another draft"
-        note = _NOTE.format(name=target.name, num_layers=config.num_layers, **{**facts, "layers": layers})
-        part.write_text(note, encoding="utf-8")
+    layers = ", ".join(map(str, facts["layers"])) or "by way of another draft"
+    opening = _OPENING.format(name=target.name, num_layers=config.num_layers, **{**facts, "layers": layers})
+    write_note(folder, opening, target, facts)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

@@ -27,6 +27,7 @@ from sonar_engine.models.registry import resolve_model
 from sonar_engine.tokenizer import load_tokenizer
 from sonar_engine.training.config import FitConfig
 from sonar_engine.training.draft_student import DraftStudent
+from sonar_engine.training.export_note import earlier_runs
 from sonar_engine.training.fit_log import FitLog
 from sonar_engine.training.head_student import HeadStudent
 from sonar_engine.training.identity import TargetIdentity
@@ -102,7 +103,7 @@ class _FitRun:
             student=student,
             trainer=student.trainer,
             optimiser=_optimiser(config, student.trainer),
-            facts={**_facts(texts, split.training), **student.facts},
+            facts={**_facts(config, texts, split.training), **student.facts},
             settings=_settings_digest(config, texts),
             done=0,
         )
@@ -207,8 +208,12 @@ def _optimiser(config: FitConfig, trainer: StudentTrainer) -> torch.optim.Optimi
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=_BETAS)
 
 
-def _facts(texts: CapturedTexts, training: list[int]) -> dict[str, Any]:
+def _facts(config: FitConfig, texts: CapturedTexts, training: list[int]) -> dict[str, Any]:
+    """What `write_note` asks for, but the steps."""
+    settings = {name: value for name, value in config.settings().items() if name != "init_from"}
     return {
+        "settings": settings,
+        "earlier": earlier_runs(config.init_from, "sonar train fit"),
         "num_texts": len(training),
         "num_tokens": sum(texts.length(index) for index in training),
     }

@@ -11,10 +11,10 @@ import torch
 
 from sonar_engine.drafters.mtp_checkpoint import write_head
 from sonar_engine.drafters.mtp_config import MtpConfig
-from sonar_engine.files import replacing
+from sonar_engine.training.export_note import write_note
 from sonar_engine.training.identity import TRAINED_FOR, TargetIdentity
 
-_NOTE = """# MTP head for {name}
+_OPENING = """# MTP head for {name}
 
 A draft head for speculative decoding with Sonar Engine, for this target alone:
 
@@ -22,11 +22,7 @@ A draft head for speculative decoding with Sonar Engine, for this target alone:
 sonar serve {name} --spec-method mtp --spec-model FOLDER --num-speculative-tokens {num_steps}
 ```
 
-Trained on {num_texts:,} texts ({num_tokens:,} tokens) that the target itself wrote, {steps:,} steps. Drafted ids:
-{num_ids:,} of {vocab_size:,}, which are {coverage:.2%} of the answers' tokens.
-
-Licence: the weights derive from the target and from texts that it wrote, so the target's licence holds for them too.
-No other text is in the training data than the target's answers and the prompts that it was given.
+Drafted ids: {num_ids:,} of {vocab_size:,}, which are {coverage:.2%} of the answers' tokens.
 """
 
 
@@ -40,11 +36,11 @@ class TrainedHead:
 
 
 def export_head(folder: Path, head: TrainedHead, target: TargetIdentity, facts: Mapping[str, Any]) -> None:
-    """`facts`: num_steps, num_texts, num_tokens, steps, coverage; they go into the configuration and the note."""
+    """`facts`: num_steps, coverage, and those of `write_note`; they go into the configuration and the note."""
+    target = target.without_folder()
     weights = {name: value.to(torch.bfloat16) for name, value in head.parameters.items()}
     described = {TRAINED_FOR: target.to_dict(), "training": dict(facts)}
     write_head(head.config, weights, folder, head.token_map, described)
-    with replacing(folder / "README.md") as part:
-        num_ids, vocab_size = head.config.num_draft_ids, head.config.block.vocab_size
-        note = _NOTE.format(name=target.name, num_ids=num_ids, vocab_size=vocab_size, **facts)
-        part.write_text(note, encoding="utf-8")
+    num_ids, vocab_size = head.config.num_draft_ids, head.config.block.vocab_size
+    opening = _OPENING.format(name=target.name, num_ids=num_ids, vocab_size=vocab_size, **facts)
+    write_note(folder, opening, target, facts)

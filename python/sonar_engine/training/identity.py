@@ -1,17 +1,18 @@
-"""Which target texts, states and heads belong to: hashes, so that a mix-up is an error and not a poor head."""
+"""Which target texts, states and heads belong to: hashes, so that a mix-up is an error and not a poor head.
+
+torch is imported on use: the server asks which drafter comes for its model."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from sonar_engine.errors import TrainingError
 from sonar_engine.files import read_json_file, sha256_of_bytes
-from sonar_engine.models.model_config import SUPPORTED_FAMILIES, ModelConfig
-from sonar_engine.models.registry import ResolvedModel, sha256_of
+from sonar_engine.models.registry import ResolvedModel, is_hub_id, sha256_of
 from sonar_engine.tokenizer import Tokenizer
 
 _COMMAND = "sonar train fit"
@@ -38,6 +39,8 @@ class TargetIdentity:
 
     @classmethod
     def of(cls, resolved: ResolvedModel, tokenizer: Tokenizer) -> TargetIdentity:
+        from sonar_engine.models.model_config import ModelConfig
+
         config = ModelConfig.load(resolved.path)
         return cls(
             name=resolved.name,
@@ -58,6 +61,10 @@ class TargetIdentity:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def without_folder(self) -> TargetIdentity:
+        """For what is passed on: a local model's name is its last part, which tells nothing of the machine."""
+        return self if is_hub_id(self.name) else replace(self, name=Path(self.name).name)
+
     def check(self, recorded: TargetIdentity, where: str) -> None:
         """Raises TrainingError unless what `where` holds is of this target."""
         differing = [what for field, what in _WHAT.items() if getattr(self, field) != getattr(recorded, field)]
@@ -70,6 +77,8 @@ class TargetIdentity:
 
 def is_draft(folder: Path) -> bool:
     """Whether `folder` holds a model rather than a head. Raises StorageError where there is no configuration."""
+    from sonar_engine.models.model_config import SUPPORTED_FAMILIES
+
     raw = read_json_file(folder / "config.json", _COMMAND)
     return raw.get("model_type") in SUPPORTED_FAMILIES and not raw.get("num_nextn_predict_layers")
 
