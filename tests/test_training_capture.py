@@ -7,18 +7,19 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from sonar_engine import files
 from sonar_engine.errors import StorageError, TrainingError
-from sonar_engine.training.capture import ShardFiller, capture_texts
+from sonar_engine.training import capture
+from sonar_engine.training.capture import capture_texts
 from sonar_engine.training.data import make_texts
+from sonar_engine.training.journal import Journal
 from sonar_engine.training.shards import CapturedTexts, ShardIndex
 from sonar_engine.training.texts import read_texts
 from tiny_models import make_tiny, transformers_model
-from training_runs import capture_config, data_config, make_states, quiet
+from training_runs import capture_config, data_config, killed_at, make_states, quiet, with_another_tokenizer
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -89,24 +90,12 @@ def test_a_killed_capture_goes_on_and_ends_with_the_same_files(
 
 
 def test_a_kill_between_a_file_and_its_index_entry_costs_that_file_only(
-    tiny_folder: Path, tiny_states: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tiny_states: Path, tmp_path: Path
 ) -> None:
-    class Killed(BaseException):
-        pass
-
     folder = tmp_path / "copy"
     shutil.copytree(tiny_states / "data", folder / "data")
-    write, calls = ShardIndex.write, iter(range(100))
-
-    def write_twice(index: ShardIndex, to: Path) -> None:
-        if next(calls) == 2:
-            raise Killed
-        write(index, to)
-
-    monkeypatch.setattr(ShardIndex, "write", write_twice)
-    with pytest.raises(Killed):
+    with killed_at(capture, "write_shard", 2):
         capture_texts(capture_config(tiny_folder, folder), quiet, quiet)
-    monkeypatch.undo()
     assert len(ShardIndex.read(folder / "states").shards) == 1
     capture_texts(capture_config(tiny_folder, folder), quiet, quiet)
     assert contents(folder) == contents(tiny_states)
@@ -122,25 +111,13 @@ def test_texts_that_came_later_are_captured_later(tiny_folder: Path, tmp_path: P
 
 
 def test_states_kept_while_answering_are_those_of_a_capture(
-    tiny_folder: Path, tiny_states: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tiny_states: Path, tmp_path: Path
 ) -> None:
     """The very same files, also where the run is killed between texts and states, and where the batch is another."""
 
-    class Killed(BaseException):
-        pass
-
     config = data_config(tiny_folder, tmp_path, states=tmp_path / "states", shard_tokens=300)
-    add, calls = ShardFiller.add, iter(range(1000))
-
-    def add_some(filler: ShardFiller, *arguments: Any) -> None:
-        if next(calls) == 8:
-            raise Killed
-        add(filler, *arguments)
-
-    monkeypatch.setattr(ShardFiller, "add", add_some)
-    with pytest.raises(Killed):
+    with killed_at(Journal, "append", 9):
         make_texts(config, quiet)
-    monkeypatch.undo()
     assert len(list(read_texts(config.out))) == 9
     assert ShardIndex.read(tmp_path / "states").num_texts < 8
     make_texts(config.model_copy(update={"max_num_seqs": 3}), quiet)
@@ -163,11 +140,7 @@ def test_texts_of_another_target_are_refused(tiny_folder: Path, tmp_path: Path) 
 
 def test_another_tokenizer_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     make_texts(data_config(tiny_folder, tmp_path, tokens=50), quiet)
-    other = tmp_path / "other"
-    shutil.copytree(tiny_folder, other)
-    raw = json.loads((other / "tokenizer.json").read_text())
-    raw["model"]["merges"] = raw["model"]["merges"][:-1]
-    (other / "tokenizer.json").write_text(json.dumps(raw))
+    other = with_another_tokenizer(tiny_folder, tmp_path / "other")
     with pytest.raises(TrainingError, match="its tokenizer differ"):
         capture_texts(capture_config(other, tmp_path), quiet, quiet)
 

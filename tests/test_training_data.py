@@ -20,7 +20,7 @@ from sonar_engine.training.journal import Journal, read_journal
 from sonar_engine.training.prompts import UserTurn, read_prompt_files
 from sonar_engine.training.texts import read_texts
 from tiny_models import make_tiny
-from training_runs import data_config, quiet
+from training_runs import data_config, files_end_at, quiet
 
 
 def texts_of(folder: Path) -> bytes:
@@ -218,18 +218,11 @@ def test_a_damaged_line_in_the_middle_is_named(tiny_folder: Path, tmp_path: Path
 
 
 def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
-    """A limit on file sizes stands in for a full disk: the system writes a part and then refuses."""
-    import resource
-
     journal = Journal(tmp_path / "lines.jsonl")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
-    try:
+    with files_end_at(100):
         journal.append({"text": "x" * 60})
         with pytest.raises(StorageError, match=r"lines.jsonl cannot be written: File too large"):
             journal.append({"text": "y" * 60})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     journal.append({"text": "z"})
     journal.close()
     assert list(read_journal(tmp_path / "lines.jsonl")) == [{"text": "x" * 60}, {"text": "z"}]

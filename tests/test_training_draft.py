@@ -34,10 +34,19 @@ from sonar_engine.training.shards import CapturedTexts
 from sonar_engine.training.texts import Text
 from sonar_engine.types import SamplingParams
 from test_training_eval import eval_config
-from test_training_fit import Killed, assert_equal, check_two_ranks, kill_at, state_of
 from test_training_run import command, settings, write_yaml
 from tiny_models import TINY_KINDS, make_tiny, transformers_model
-from training_runs import fit, fit_config, log_of, make_states, quiet
+from training_runs import (
+    assert_equal,
+    check_a_kill,
+    check_two_ranks,
+    fit,
+    fit_config,
+    log_of,
+    make_states,
+    quiet,
+    state_of,
+)
 
 
 def draft_config(model: Path, folder: Path, **fields: Any) -> FitConfig:
@@ -208,27 +217,9 @@ def test_the_exported_tokenizer_is_the_targets(tiny_folder: Path, trained: Path)
     ],
 )
 def test_a_killed_run_ends_like_one_that_was_not(
-    tiny_folder: Path,
-    tiny_states: Path,
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    target: Any,
-    name: str,
-    call: int,
+    tiny_folder: Path, tiny_states: Path, trained: Path, tmp_path: Path, *, target: Any, name: str, call: int
 ) -> None:
-    config = draft_config(tiny_folder, tiny_states, out=tmp_path / "fit")
-    kill_at(monkeypatch, target, name, call)
-    with pytest.raises(Killed):
-        fit(config)
-    monkeypatch.undo()
-    assert len(log_of(config.out)) < len(log_of(trained))
-    fit(config)
-    assert log_of(config.out) == log_of(trained)
-    assert_equal(state_of(config.out), state_of(trained))
-    for path in (trained / "draft").iterdir():
-        assert (config.out / "draft" / path.name).read_bytes() == path.read_bytes()
+    check_a_kill(draft_config(tiny_folder, tiny_states, out=tmp_path / "fit"), trained, target, name, call)
 
 
 def test_a_run_can_begin_with_a_trained_draft(

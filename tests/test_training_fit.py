@@ -4,9 +4,7 @@ trained is named."""
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +22,6 @@ from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.weights import load_embedding
 from sonar_engine.training import fit as fit_module
 from sonar_engine.training import head_start, head_student
-from sonar_engine.training.config import FitConfig
 from sonar_engine.training.fit_log import FitLog
 from sonar_engine.training.packing import build_batch, epoch_rows, pack_rows
 from sonar_engine.training.recursion import run_recursion
@@ -35,29 +32,23 @@ from sonar_engine.training.vocabulary import choose_vocabulary
 from sonar_engine.types import SamplingParams
 from tiny_heads import make_head
 from tiny_models import make_tiny
-from training_runs import fit, fit_config, log_of, quiet
-
-Tensors = dict[str, torch.Tensor]
+from training_runs import (
+    Tensors,
+    assert_equal,
+    check_a_kill,
+    check_two_ranks,
+    files_end_at,
+    fit,
+    fit_config,
+    killed_at,
+    log_of,
+    quiet,
+    state_of,
+)
 
 
 def head_of(folder: Path) -> Tensors:
     return load_file(folder / "head" / "model.safetensors")
-
-
-def state_of(folder: Path) -> Tensors:
-    return load_file(folder / "state.safetensors")
-
-
-def assert_equal(got: Tensors, wanted: Tensors) -> None:
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert torch.equal(got[name], tensor), name
-
-
-def assert_close(got: Tensors, wanted: Tensors, tolerance: float) -> None:
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -90,23 +81,6 @@ def test_the_loss_falls_and_the_head_serves(
     assert engine.stats().num_draft_tokens > 0
 
 
-class Killed(BaseException):
-    pass
-
-
-def kill_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int) -> None:
-    """The `call`-th call of a function ends the run at its end, as a kill would."""
-    original, calls = getattr(target, name), iter(range(1, 1_000_000))
-
-    def killing(*arguments: Any, **keywords: Any) -> Any:
-        result = original(*arguments, **keywords)
-        if next(calls) == call:
-            raise Killed
-        return result
-
-    monkeypatch.setattr(target, name, killing)
-
-
 @pytest.mark.parametrize(
     ("target", "name", "call"),
     [
@@ -117,27 +91,9 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, target: Any, name: str, call: int) 
     ],
 )
 def test_a_killed_run_ends_like_one_that_was_not(
-    tiny_folder: Path,
-    tiny_states: Path,
-    trained: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    target: Any,
-    name: str,
-    call: int,
+    tiny_folder: Path, tiny_states: Path, trained: Path, tmp_path: Path, *, target: Any, name: str, call: int
 ) -> None:
-    config = fit_config(tiny_folder, tiny_states, out=tmp_path / "fit")
-    kill_at(monkeypatch, target, name, call)
-    with pytest.raises(Killed):
-        fit(config)
-    monkeypatch.undo()
-    before = log_of(config.out)
-    fit(config)
-    assert len(before) < len(log_of(trained))
-    assert log_of(config.out) == log_of(trained)
-    assert_equal(state_of(config.out), state_of(trained))
-    assert_equal(head_of(config.out), head_of(trained))
+    check_a_kill(fit_config(tiny_folder, tiny_states, out=tmp_path / "fit"), trained, target, name, call)
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(
@@ -237,34 +193,6 @@ def test_two_ranks_train_what_one_trains(tiny_folder: Path, tiny_states: Path, t
     check_two_ranks(fit_config(tiny_folder, tiny_states, out=tmp_path / "two", batch_rows=3, max_steps=10), tmp_path)
 
 
-def check_two_ranks(config: FitConfig, tmp_path: Path) -> None:
-    """Sharded by FSDP2 over gloo, against one rank."""
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        "import sys\n"
-        "from sonar_engine.training.config import FitConfig\n"
-        "from training_runs import fit\n"
-        "fit(FitConfig.model_validate_json(sys.argv[1]))\n"
-    )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run(
-        [*launch, config.model_dump_json()], env=environment, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    single = config.model_copy(update={"out": tmp_path / "one"})
-    fit(single)
-    for mine, other in zip(log_of(config.out), log_of(single.out), strict=True):
-        assert mine.keys() == other.keys()
-        if "loss" in mine:
-            assert mine["loss"] == pytest.approx(other["loss"], rel=1e-4)
-            assert mine["gradient"] == pytest.approx(other["gradient"], rel=1e-3)
-            assert mine["agreement"] == pytest.approx(other["agreement"], abs=0.02)
-        else:
-            assert mine["validation"]["loss"] == pytest.approx(other["validation"]["loss"], rel=1e-4)
-    assert_close(state_of(config.out), state_of(single.out), 1e-4)
-
-
 # Data.
 
 
@@ -332,24 +260,13 @@ def test_a_loss_that_is_no_number_ends_the_run_and_leaves_the_last_state(
     assert not (config.out / "state.safetensors").exists()
 
 
-def test_a_full_disk_leaves_the_last_state(
-    tiny_folder: Path, tiny_states: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import resource
-
+def test_a_full_disk_leaves_the_last_state(tiny_folder: Path, tiny_states: Path, trained: Path, tmp_path: Path) -> None:
     config = fit_config(tiny_folder, tiny_states, out=tmp_path / "fit")
-    kill_at(monkeypatch, FitLog, "write", 8)
-    with pytest.raises(Killed):
+    with killed_at(FitLog, "write", 8):
         fit(config)
-    monkeypatch.undo()
     state = state_of(config.out)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    try:
-        with pytest.raises(StorageError, match=r"model.safetensors cannot be written"):
-            fit(config)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with files_end_at(20_000), pytest.raises(StorageError, match=r"model.safetensors cannot be written"):
+        fit(config)
     assert_equal(state_of(config.out), state)
     assert not list(config.out.rglob("*.part"))
     fit(config)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from sonar_engine.engine import Engine
+from sonar_engine.engine import Engine, Progress
 from sonar_engine.types import Completion, EngineStats, SamplingParams
 
 LAW_TOKENS = 4  # of each sample: the first comes from the prompt's own pass, the others may be drafted
 _ROOM_FOR_DRAFTS = 2  # tokens generated beyond those, so that the last ones are drafted as well
 _LAW_TOP_K = (0, 4)  # of each law: a whole one, and a narrow one, of which a given number of samples tells more
 _TOP_LOGPROBS = 20
-
-Progress = Callable[[str, int, int], None]  # (what, done, total)
 
 
 class Law(NamedTuple):
