@@ -56,3 +56,7 @@ class StorageError(SonarError):
 
 class TrainingError(SonarError):
     """Training data, states or a loss that cannot be used."""
+
+
+class DivergedError(TrainingError):
+    """A loss, or its gradient, that is no number."""

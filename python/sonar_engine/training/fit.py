@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sonar_engine.engine import Progress
-from sonar_engine.errors import ConfigError, TrainingError
+from sonar_engine.errors import ConfigError, DivergedError, TrainingError
 from sonar_engine.files import sha256_of_bytes
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.registry import resolve_model
@@ -162,7 +162,7 @@ class _FitRun:
         k = self.trainer.num_steps
         total, agreed, overlap, slots = figures.split([1, k, k, k])
         if not math.isfinite(float(total)) or not math.isfinite(float(whole(length))):
-            raise TrainingError(
+            raise DivergedError(
                 f"the loss of step {planned.step} is {float(total)}, its gradient {float(whole(length))}; the state of "
                 f"the last save is unharmed: lower learning_rate (now {rate:g}) or clip, and begin in another folder"
             )
