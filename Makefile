@@ -27,7 +27,7 @@ help:  ## List the targets
 
 setup: $(BUILT)  ## Create .venv, build the Rust extension, install everything (quick when up to date)
 
-demo: $(BUILT)  ## Fetch the default model, answer three prompts, show n-gram drafting
+demo: $(BUILT)  ## Fetch the default model, answer three prompts, show drafting
 	@$(BIN)/python -m sonar_engine.demo $(ARGS)
 
 serve: $(BUILT)  ## Serve MODEL (default smollm2-135m) on 127.0.0.1:8000; more options in ARGS
