@@ -231,7 +231,7 @@ def _speculative_mapping(value: Any, source: Source) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:  # also numbers of too many digits, and too deep nesting
-            place = f" at {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+            place = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
             raise ConfigError(
                 f"{source.spell(SPECULATIVE_CONFIG)}: not valid JSON ({reason(error)}{place}); right: {example}"
             ) from error

@@ -32,7 +32,7 @@ def list_models() -> None:
     for entry in registry.list_models():
         state = "cached" if entry.cached else "not cached"
         print(f"{entry.name}  {entry.description}, {entry.size_bytes / MEBIBYTE:.0f} MiB, {state}: {entry.path}")
-    print("Any Hugging Face folder or .gguf file of a Llama, Mistral, Qwen2 or Qwen3 model works by its path.")
+    print("Any Hugging Face folder or .gguf file of a Llama, SmolLM, Mistral, Qwen2 or Qwen3 model works by its path.")
 
 
 def pull_model(name: Annotated[str, typer.Argument(help="A name that `sonar models` lists")]) -> None:

@@ -192,7 +192,8 @@ def _integer(field: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         _reject(field, f"must be an integer, not {_shown(value)}")
     if not least <= value <= most:
-        _reject(field, f"must be {least} to {most}, not {_shown(value)}")
+        wanted = f"at least {least}" if value < least and most == _INT64 - 1 else f"{least} to {most}"
+        _reject(field, f"must be {wanted}, not {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
