@@ -3,6 +3,7 @@ start."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sonar_engine.engine import Progress
 from sonar_engine.errors import DivergedError, StorageError, TrainingError
 from sonar_engine.training.capture import capture_texts
@@ -155,3 +157,15 @@ def test_a_wrong_tokenizer_is_refused_by_every_stage(
     assert len(str(error.value).splitlines()) == 1
     assert files_in(tiny_states) == before
     assert not {"fit", "report"} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_head_that_is_no_number_has_no_report(tiny_folder: Path, head: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(head, broken)
+    weights = load_file(broken / "model.safetensors")
+    name = next(name for name, tensor in weights.items() if tensor.is_floating_point())
+    save_file({**weights, name: torch.full_like(weights[name], torch.nan)}, broken / "model.safetensors")
+    with pytest.raises(DivergedError, match="a loss that is no number") as error:
+        evaluate_drafter(eval_config(tiny_folder, broken, tmp_path), quiet, quiet)
+    assert len(str(error.value).splitlines()) == 1
+    assert not (tmp_path / "report" / "report.json").exists()

@@ -7,6 +7,7 @@ Simulated and measured acceptance must agree: that is the check that what was tr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from sonar_engine.config import SpeculativeConfig
 from sonar_engine.drafters.capture import capturing
 from sonar_engine.drafters.mtp_checkpoint import load_head, read_head_config
 from sonar_engine.engine import Progress, build_engine
+from sonar_engine.errors import DivergedError
 from sonar_engine.files import write_json
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.registry import resolve_model
@@ -61,6 +63,11 @@ def evaluate_drafter(config: EvalConfig, progress: Progress, say: Callable[[str]
     for temperature in config.temperature:
         measured = _measure(config, speculative, prompts, temperature, progress)
         validation = _simulate(config, target, measured, progress)
+        if not math.isfinite(validation.loss):
+            raise DivergedError(
+                f"{config.head} gives a loss that is no number ({validation.loss}); its weights or the target's are "
+                "damaged, or its training diverged: take another head, or fit again with a lower learning_rate"
+            )
         entry = _entry(temperature, measured, validation)
         report["temperatures"].append(entry)
         for line in table(entry):
