@@ -26,7 +26,7 @@ from sonar_engine.engine import Engine, build_engine
 from sonar_engine.types import SamplingParams
 
 BEST = 0.98  # of the best fixed length's speed is as good as it
-NEAR = 0.85  # of the best length's speed after the warm-up: slower ones are left out
+NEAR = 0.85  # of the best length's fastest run of the warm-up: lengths whose fastest is slower are left out
 
 Pairs = list[tuple[float, float]]
 """Tokens/s, adaptive and fixed."""
@@ -91,10 +91,12 @@ def measure(arguments: argparse.Namespace, drafter: str, batch: int) -> dict[int
         engine = adaptive if length is None else fixed
         return tokens_per_second(engine, load.prompts, load.params(length))
 
+    fastest = dict.fromkeys(arguments.lengths, 0.0)  # a slow moment leaves no length out
     for _ in range(arguments.warm_up):
-        first = {length: run(length) for length in [None, *arguments.lengths]}
-    best = max(rate for length, rate in first.items() if length is not None)
-    pairs: dict[int, Pairs] = {length: [] for length in arguments.lengths if first[length] >= NEAR * best}
+        run(None)
+        fastest = {length: max(rate, run(length)) for length, rate in fastest.items()}
+    near = NEAR * max(fastest.values())
+    pairs: dict[int, Pairs] = {length: [] for length, rate in fastest.items() if rate >= near}
     for i in range(arguments.pairs):
         for length, measured in pairs.items():
             rates = {each: run(each) for each in ((None, length) if i % 2 else (length, None))}
@@ -152,6 +154,8 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=3, help="runs of every length before the pairs")
     parser.add_argument("--json", action="store_true", help="one object a line")
     arguments = parser.parse_args()
+    if arguments.pairs < 2:
+        parser.error("--pairs must be at least 2: the best length of a pair is chosen by the others")
     for batch in arguments.batches:
         for drafter in arguments.drafters:
             for row in rows(measure(arguments, drafter, batch), drafter, batch):
