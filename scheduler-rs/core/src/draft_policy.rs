@@ -20,14 +20,12 @@ const CLEAR_GAIN: f32 = 1.03;
 /// Predicted gain of a change that is made when it stays for `PATIENCE` steps.
 const SLIGHT_GAIN: f32 = 1.01;
 const PATIENCE: u32 = 32;
-/// Share of the time that probing may lose.
-const PROBING_SHARE: f32 = 0.005;
-/// Steps between two probes, unless the last one was a pleasant surprise.
-const PROBING_INTERVAL: u32 = 64;
+/// Share of the time that probing may lose, by [`Direction`]. What loses little is probed often.
+const PROBING_SHARES: [f32; 3] = [0.0015, 0.0015, 0.0005];
+/// Least steps between two probes, unless the last one was a pleasant surprise.
+const PROBING_INTERVAL: u32 = 16;
 /// Steps of a probe. The first one's time is not like that of others: a drafter may have to catch up.
-const PROBE_LEN: u32 = 2;
-/// Most saved time for probing, in steps.
-const MOST_CREDIT: f32 = 2.0;
+const PROBE_LEN: u32 = 3;
 /// Lengths with a larger share of the steps need no probe.
 const WELL_KNOWN: f32 = 0.02;
 
@@ -41,8 +39,18 @@ struct Shape {
     drafts: f32,
 }
 
+/// What a probe may try: one draft more, one less, none. Acceptance and cost of the first are seen in no other way, and
+/// a length that pays more by now shows by its cost.
+#[derive(Clone, Copy, Debug)]
+enum Direction {
+    Deeper,
+    Shallower,
+    Without,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Probe {
+    direction: Direction,
     length: u32,
     num_left: u32,
     /// What was thought of the last position's acceptance before it.
@@ -61,8 +69,8 @@ pub struct DraftPolicy {
     probe: Option<Probe>,
     since_probe: u32,
     num_probes: u32,
-    /// Seconds that probing may lose now.
-    credit: f32,
+    /// Seconds that probing may lose now, by [`Direction`].
+    credits: [f32; 3],
     in_flight: Option<Shape>,
     last: Option<Shape>,
     // Of the present step, by length, [most + 1]: tokens, drafts of a row, seconds.
@@ -86,7 +94,7 @@ impl DraftPolicy {
             probe: None,
             since_probe: 0,
             num_probes: 0,
-            credit: 0.0,
+            credits: [0.0; 3],
             in_flight: None,
             last: None,
             tokens: Vec::new(),
@@ -109,19 +117,15 @@ impl DraftPolicy {
         }
         self.predict(num_rows, wanted);
         self.improve();
-        self.credit += PROBING_SHARE * self.seconds[self.length as usize];
-        self.credit = self
-            .credit
-            .min(MOST_CREDIT * self.seconds[self.length as usize]);
-        self.since_probe += 1;
+        self.save_for_probes();
         if self.probe.is_none() && self.since_probe >= PROBING_INTERVAL {
             self.start_probe(num_rows);
         }
         match &mut self.probe {
             Some(probe) => {
                 probe.num_left = probe.num_left.saturating_sub(1);
-                let length = probe.length;
-                self.credit -= self.loss(length);
+                let (direction, length) = (probe.direction, probe.length);
+                self.credits[direction as usize] -= self.loss(length);
                 length
             }
             None => self.length,
@@ -168,10 +172,10 @@ impl DraftPolicy {
     fn time(&mut self, shape: Shape, seconds: f32, is_like_last: bool) {
         if is_like_last {
             self.costs.observe(shape.num_rows, shape.drafts, seconds);
-        } else if self.probe.is_some() {
+        } else if let Some(probe) = self.probe {
             // Catching up is part of what a probe costs.
             let expected = self.costs.expected(shape.num_rows, shape.drafts);
-            self.credit -= (seconds - expected).max(0.0);
+            self.credits[probe.direction as usize] -= (seconds - expected).max(0.0);
         }
     }
 
@@ -220,36 +224,53 @@ impl DraftPolicy {
         }
     }
 
+    /// Saves time for probing: a share of this step's, up to what any probe may lose.
+    fn save_for_probes(&mut self) {
+        let most = PROBE_LEN as f32 * self.seconds.iter().copied().fold(0.0, f32::max);
+        let seconds = self.seconds[self.length as usize];
+        for (credit, share) in self.credits.iter_mut().zip(PROBING_SHARES) {
+            *credit = (*credit + share * seconds).min(most);
+        }
+        self.since_probe += 1;
+    }
+
     /// Seconds that a step of another length is expected to lose.
     fn loss(&self, length: u32) -> f32 {
         let at = length as usize;
         (self.seconds[at] - self.tokens[at] / self.rate(self.length)).max(0.0)
     }
 
-    /// In turn one deeper, one less and none: acceptance and cost of the first are seen in no other way, and a length
-    /// that pays more by now shows by its cost.
-    fn length_to_probe(&self, num_rows: u32) -> Option<u32> {
-        let deeper = self.length + 1;
-        let candidates = [deeper, self.length.saturating_sub(1), 0];
-        let is_open = |&&length: &&u32| {
-            let is_known = self.costs.share(num_rows, length) > WELL_KNOWN;
-            length <= self.most && length != self.length && (length == deeper || !is_known)
+    /// The length of a probe, if there is one that is not known anyway.
+    fn length_to_probe(&self, direction: Direction, num_rows: u32) -> Option<u32> {
+        let length = match direction {
+            Direction::Deeper => self.length + 1,
+            Direction::Shallower => self.length.saturating_sub(1),
+            Direction::Without => 0,
         };
-        let first = self.num_probes as usize % candidates.len();
-        let (before, after) = candidates.split_at(first);
-        after.iter().chain(before).find(is_open).copied()
+        let is_deeper = length > self.length;
+        let is_known = || self.costs.share(num_rows, length) > WELL_KNOWN;
+        let is_open = length <= self.most && length != self.length && (is_deeper || !is_known());
+        is_open.then_some(length)
     }
 
+    /// In turn in each direction that the time lost so far allows.
     fn start_probe(&mut self, num_rows: u32) {
-        let Some(length) = self.length_to_probe(num_rows) else {
+        const DIRECTIONS: [Direction; 3] =
+            [Direction::Deeper, Direction::Shallower, Direction::Without];
+        let first = self.num_probes as usize % DIRECTIONS.len();
+        let (before, after) = DIRECTIONS.split_at(first);
+        let affordable = after.iter().chain(before).find_map(|&direction| {
+            let length = self.length_to_probe(direction, num_rows)?;
+            let loss = PROBE_LEN as f32 * self.loss(length);
+            (loss <= self.credits[direction as usize]).then_some((direction, length))
+        });
+        let Some((direction, length)) = affordable else {
             return;
         };
-        if PROBE_LEN as f32 * self.loss(length) > self.credit {
-            return;
-        }
         self.num_probes += 1;
         self.since_probe = 0;
         self.probe = Some(Probe {
+            direction,
             length,
             num_left: PROBE_LEN,
             believed: self.believed(length),

@@ -130,9 +130,9 @@ fn the_rate_is_close_to_the_best_fixed_length_and_the_length_is_steady() {
     }
     let mean = shares.iter().sum::<f64>() / shares.len() as f64;
     let worst = shares.iter().copied().fold(f64::MAX, f64::min);
-    assert!(mean >= 0.99 && worst >= 0.97, "{mean}, {worst}");
-    // Two changes a probe, one probe in 64 steps, and a few of its own.
-    assert!(most_changes <= 2 * 2000 / 64 + 60, "{most_changes}");
+    assert!(mean >= 0.995 && worst >= 0.975, "{mean}, {worst}");
+    // Two changes a probe, one probe in 16 steps at most, and a few of its own.
+    assert!(most_changes <= 2 * 2000 / 16 + 60, "{most_changes}");
 }
 
 proptest! {
@@ -152,6 +152,33 @@ proptest! {
         machine.run(&mut policy, 4000);
         let (_, reached) = machine.run(&mut policy, 2000);
         prop_assert!(reached >= 0.95 * machine.rate(machine.best()), "{reached} against {}", machine.rate(machine.best()));
+    }
+}
+
+#[test]
+fn costs_that_were_measured_some_percent_wrong_lose_little() {
+    // Where drafts are nearly free and where each costs half a step without them, each cost wrong by up to 9 %.
+    for (rows, rate, a_token) in [
+        (1, 0.8, 0.02),
+        (1, 0.4, 0.03),
+        (8, 0.8, 0.07),
+        (8, 0.3, 0.07),
+    ] {
+        let reached = (0..60).map(|seed| {
+            let mut machine = Machine::new(rows, rate, a_token, 0.0);
+            (machine.noise, machine.random) = (0.1, SplitMix::new(seed));
+            let mut points = machine.points();
+            for point in &mut points {
+                point.seconds *= 1.0 + 0.09 * (2.0 * machine.uniform() - 1.0);
+            }
+            let mut policy = DraftPolicy::new(&points, 64, MOST).expect("two lengths and more");
+            machine.run(&mut policy, 300);
+            machine.run(&mut policy, 800).1 / machine.rate(machine.best())
+        });
+        let reached: Vec<f64> = reached.collect();
+        let mean = reached.iter().sum::<f64>() / reached.len() as f64;
+
+        assert!(mean >= 0.99, "{mean} with {rows} rows, {rate}, {a_token}");
     }
 }
 

@@ -9,8 +9,6 @@ use thiserror::Error;
 
 /// Share of a surprise that moves the level, once it is known.
 const LEVEL_RATE: f32 = 0.125;
-/// Share of a surprise that corrects a cost.
-const COST_RATE: f32 = 0.25;
 /// Steps over which a cell's share of the steps is averaged.
 const SHARE_STEPS: f32 = 32.0;
 /// A cell with a larger share speaks of the level alone, one with the rest of it or less of its own cost alone.
@@ -18,8 +16,12 @@ const DOMINANT: f32 = 0.9;
 /// While the level itself is surprised by more, nothing is compared with it.
 const MOST_DRIFT: f32 = 0.1;
 const DRIFT_RATE: f32 = 0.25;
-/// Steps over which a correction fades while its cell is not seen: what was measured at the start speaks again.
-const FADING_STEPS: f32 = 64.0;
+/// Variance of the costs measured at the start, as logarithms: a correction that is not seen tends back to none.
+const START_VARIANCE: f32 = 0.07 * 0.07;
+/// Steps over which it does.
+const FADING_STEPS: f32 = 512.0;
+/// Variance of a step's time.
+const STEP_VARIANCE: f32 = 0.08 * 0.08;
 /// Largest believable surprise, as a logarithm.
 const MOST_SURPRISE: f32 = 0.5;
 
@@ -52,9 +54,10 @@ pub enum CostError {
 struct Cell {
     /// Seconds as measured at the start, or between such measurements.
     base: f32,
-    /// Its correction, as a logarithm.
+    /// Its correction, as a logarithm, and how far that may be wrong.
     correction: f32,
-    /// The last two surprises, if it had as many.
+    variance: f32,
+    /// What the last two steps said that `base` is wrong by, as logarithms, if it had as many.
     last: [f32; 2],
     num_seen: u32,
     /// Of the lately observed steps with about as many rows, those of this cell.
@@ -99,6 +102,7 @@ impl StepCosts {
             cells: (0..=most)
                 .map(|drafts| Cell {
                     base: between_curves(&curves, (1u32 << b) as f32, drafts as f32),
+                    variance: START_VARIANCE,
                     ..Cell::default()
                 })
                 .collect(),
@@ -135,16 +139,15 @@ impl StepCosts {
         let rate = (1.0 / bin.num_seen as f32).max(1.0 / SHARE_STEPS);
         for (i, other) in bin.cells.iter_mut().enumerate() {
             other.share += rate * (f32::from(u8::from(i == cell)) - other.share);
-            if i != cell {
-                other.correction *= 1.0 - 1.0 / FADING_STEPS;
-            }
+            other.fade();
         }
         let part = level_part(bin.cells[cell].share);
         let believed = surprise.clamp(-MOST_SURPRISE, MOST_SURPRISE);
         bin.level += part * LEVEL_RATE.max(1.0 / bin.num_seen as f32) * believed;
         bin.drift += part * DRIFT_RATE * (believed - bin.drift);
         if bin.drift.abs() < MOST_DRIFT {
-            bin.cells[cell].correct(believed);
+            let cell = &mut bin.cells[cell];
+            cell.correct(believed + cell.correction);
         }
     }
 
@@ -192,19 +195,27 @@ impl Cell {
         self.base * self.correction.exp()
     }
 
-    /// By the median of the last three surprises, so that no single one counts; the less, the more often the cell is
+    fn fade(&mut self) {
+        let kept = 1.0 - 1.0 / FADING_STEPS;
+        self.correction *= kept;
+        self.variance += (1.0 - kept * kept) * (START_VARIANCE - self.variance);
+    }
+
+    /// By the median of the last three errors of `base`, so that no single one counts; the less, the more often the cell is
     /// seen, since its surprises are then the level's.
-    fn correct(&mut self, surprise: f32) {
+    fn correct(&mut self, error: f32) {
         let [a, b] = self.last;
         let believed = match self.num_seen {
-            0 => surprise,
-            1 if surprise.abs() < a.abs() => surprise,
+            0 => error,
+            1 if error.abs() < a.abs() => error,
             1 => a,
-            _ => a.min(b).max(a.max(b).min(surprise)),
+            _ => a.min(b).max(a.max(b).min(error)),
         };
-        self.last = [surprise, a];
+        self.last = [error, a];
         self.num_seen = (self.num_seen + 1).min(2);
-        self.correction += COST_RATE * (1.0 - level_part(self.share)) * believed;
+        let gain = (1.0 - level_part(self.share)) * self.variance / (self.variance + STEP_VARIANCE);
+        self.correction += gain * (believed - self.correction);
+        self.variance *= 1.0 - gain;
     }
 }
 
