@@ -71,8 +71,12 @@ def test_the_loss_falls_and_the_head_serves(
     assert config["trained_for"]["name"] == tiny_folder.name
     assert config["training"]["steps"] == len(steps)
     assert config["dtype"] == "bfloat16"
-    assert "licence" in (head / "README.md").read_text().lower()
+    note = (head / "README.md").read_text()
+    assert "licence" in note.lower()
     texts = CapturedTexts((tiny_states / "states",))
+    for source, number in texts.texts_by_source.items():
+        assert f"{number} {'of its own' if source == 'self' else f'from `{source}`'}" in note
+    assert sum(texts.texts_by_source.values()) == len(texts) > texts.texts_by_source["self"] > 0
     index = split_texts(texts, 0.2).training[0]
     prompt = texts.tokens(index)[: texts.prompt_lens[index]].tolist()
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -182,7 +182,7 @@ class Engine:
         (step, planned_at), self._in_flight = self._in_flight, None
         with self._reverting(step.batch.step_id):
             done = commit(self._machine, step)
-        return self._events_of(done.events, done.logprobs, done.admitted, planned_at) or _no_events()
+        return self._events_of(done.events, done.logprobs, done.admitted, planned_at) or StepEvents.none()
 
     @contextmanager
     def _reverting(self, step_id: int) -> Iterator[None]:
@@ -213,21 +213,7 @@ class Engine:
             return None
         for request_id in events.request_ids[events.finish != 0].tolist():
             self._params.pop(request_id, None)
-        return StepEvents(
-            now=time.monotonic(),
-            request_ids=events.request_ids.tobytes(),
-            num_tokens=events.num_tokens.tobytes(),
-            finish=events.finish.tobytes(),
-            stop_tokens=events.stop_tokens.tobytes(),
-            num_drafted=events.num_drafted.tobytes(),
-            num_accepted=events.num_accepted.tobytes(),
-            num_cached=events.num_cached.tobytes(),
-            num_preemptions=events.num_preemptions.tobytes(),
-            tokens=events.tokens.tobytes(),
-            admitted_ids=b"" if admitted is None else admitted.tobytes(),
-            admitted_at=admitted_at,
-            logprobs=logprobs,
-        )
+        return StepEvents.of(events, logprobs, admitted, admitted_at)
 
     def _most_drafts(self, params: SamplingParams) -> int:
         config = self.config.speculative
@@ -400,8 +386,3 @@ def _as_tokens(prompt: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarra
             f"prompt token id {int(wrong[0])} is out of range; ids are 0 to {vocab_size - 1}", param="prompt"
         )
     return tokens.astype(np.int32)
-
-
-def _no_events() -> StepEvents:
-    empty = b""
-    return StepEvents(time.monotonic(), empty, empty, empty, empty, empty, empty, empty, empty, empty)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from sonar_engine._scheduler import Events
 from sonar_engine.types import (
     FinishReason,
     RequestMetrics,
@@ -53,6 +54,33 @@ class StepEvents(msgspec.Struct, frozen=True):
     admitted_ids: bytes = b""  # int64 [A], requests that entered a slot with this step
     admitted_at: float = 0.0  # monotonic seconds when the step was planned
     logprobs: LogprobColumns | None = None
+
+    @classmethod
+    def of(
+        cls, events: Events, logprobs: LogprobColumns | None, admitted: np.ndarray | None, admitted_at: float
+    ) -> StepEvents:
+        """The scheduler's columns, as of now."""
+        return cls(
+            now=time.monotonic(),
+            request_ids=events.request_ids.tobytes(),
+            num_tokens=events.num_tokens.tobytes(),
+            finish=events.finish.tobytes(),
+            stop_tokens=events.stop_tokens.tobytes(),
+            num_drafted=events.num_drafted.tobytes(),
+            num_accepted=events.num_accepted.tobytes(),
+            num_cached=events.num_cached.tobytes(),
+            num_preemptions=events.num_preemptions.tobytes(),
+            tokens=events.tokens.tobytes(),
+            admitted_ids=b"" if admitted is None else admitted.tobytes(),
+            admitted_at=admitted_at,
+            logprobs=logprobs,
+        )
+
+    @classmethod
+    def none(cls) -> StepEvents:
+        """Of a step in which no request got anything."""
+        empty = b""
+        return cls(time.monotonic(), empty, empty, empty, empty, empty, empty, empty, empty, empty)
 
 
 @dataclass

@@ -36,10 +36,9 @@ from sonar_engine.training.identity import TargetIdentity
 from sonar_engine.training.journal import Journal
 from sonar_engine.training.prompts import ChatPrompt, UserTurn, plain_key, read_prompt_files
 from sonar_engine.training.streamed import Request, Task, TaskRunner
-from sonar_engine.training.texts import COMMAND, MANIFEST, TEXTS, Text, read_texts
+from sonar_engine.training.texts import COMMAND, MANIFEST, SELF, TEXTS, Text, read_texts
 from sonar_engine.types import SamplingParams
 
-SELF = "self"  # the source of prompts that the target wrote
 _WINDOW = 4  # tasks under way for each sequence of a batch: enough that a long answer does not starve it
 # Settings that may change between two runs over one folder.
 _FREE = {"out", "states", "shard_tokens", "tokens", "max_num_seqs", "max_num_batched_tokens", "num_threads", "model"}
@@ -253,7 +252,7 @@ def _counts(out: Path) -> dict[str, Any]:
     totals: Counter[str] = Counter()
     last = -1
     for text in read_texts(out):
-        sources[text.source.partition(":")[0]] += 1
+        sources[text.source_file] += 1
         totals.update(texts=1, prompt_tokens=text.prompt_len, answer_tokens=text.num_answer_tokens)
         last = text.index
     return {**totals, "left_out": last + 1 - totals["texts"], "texts_by_source": dict(sorted(sources.items()))}

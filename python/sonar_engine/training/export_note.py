@@ -9,6 +9,7 @@ from typing import Any
 from sonar_engine.files import read_json_file, replacing
 from sonar_engine.models.registry import KNOWN_MODELS
 from sonar_engine.training.identity import TargetIdentity
+from sonar_engine.training.texts import SELF
 
 _COMMON = """
 ## Data
@@ -27,7 +28,8 @@ No other text is in the training data than the target's answers and the prompts 
 
 
 def write_note(folder: Path, opening: str, target: TargetIdentity, facts: Mapping[str, Any]) -> None:
-    """`facts`: num_texts, num_tokens, steps, settings (name -> value) and earlier (facts of runs before, in order)."""
+    """`facts`: num_texts, num_tokens, steps, sources (the prompts' file -> texts), settings (name -> value) and earlier
+    (facts of runs before, in order)."""
     runs = [*facts["earlier"], facts]
     common = _COMMON.format(
         data="\n".join(map(_data_line, runs)),
@@ -45,15 +47,16 @@ def earlier_runs(begun_from: Path | None, made_by: str) -> list[dict[str, Any]]:
     last = read_json_file(begun_from / "config.json", made_by).get("training")
     if not isinstance(last, dict):
         return []
-    own = {name: last[name] for name in ("num_texts", "num_tokens", "steps") if name in last}
+    own = {name: last[name] for name in ("num_texts", "num_tokens", "steps", "sources") if name in last}
     return [*last.get("earlier", []), own]
 
 
 def _data_line(run: Mapping[str, Any]) -> str:
-    return (
-        f"- {run['steps']:,} steps on {run['num_texts']:,} texts ({run['num_tokens']:,} tokens) "
-        "that the target itself wrote."
+    made = f"- {run['steps']:,} steps on {run['num_texts']:,} texts ({run['num_tokens']:,} tokens) of the target."
+    sources = ", ".join(
+        f"{num:,} {'of its own' if name == SELF else f'from `{name}`'}" for name, num in run.get("sources", {}).items()
     )
+    return f"{made} Prompts, with those of the validation: {sources}." if sources else made
 
 
 def _shown(value: Any) -> str:

@@ -216,6 +216,7 @@ def _facts(config: FitConfig, texts: CapturedTexts, training: list[int]) -> dict
         "earlier": earlier_runs(config.init_from, "sonar train fit"),
         "num_texts": len(training),
         "num_tokens": sum(texts.length(index) for index in training),
+        "sources": texts.texts_by_source,  # of the validation's texts too
     }
 
 

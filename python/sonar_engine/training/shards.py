@@ -8,7 +8,8 @@ not count, so a run that was killed goes on behind the last one.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ class Shard:
     sha256: str
     num_texts: int
     num_tokens: int
+    texts_by_source: dict[str, int] = field(default_factory=dict)  # by the file of the prompt
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def write_shard(folder: Path, name: str, texts: list[Text], states: list[torch.T
     with replacing(folder / name) as part:
         save_file(tensors, part)
         digest = sha256_of(part)
-    return Shard(name, digest, len(texts), int(lengths.sum()))
+    sources = dict(sorted(Counter(text.source_file for text in texts).items()))
+    return Shard(name, digest, len(texts), int(lengths.sum()), sources)
 
 
 class CapturedTexts:
@@ -115,6 +118,7 @@ class CapturedTexts:
         self._files: list[Any] = []
         self._place: list[tuple[int, int, int]] = []  # file, half-open range of rows, by text
         self.prompt_lens: list[int] = []
+        sources: Counter[str] = Counter()
         indices = [ShardIndex.read(folder) for folder in folders]
         self.target, self.dtype = indices[0].target, _DTYPES[indices[0].dtype]
         self.digest = sha256_of_bytes(" ".join(index.texts_sha256 for index in indices).encode())
@@ -124,6 +128,8 @@ class CapturedTexts:
                 raise TrainingError(f"{folder} has {index.dtype} states, others {indices[0].dtype}; take one kind")
             for shard in index.shards:
                 self._add(folder / shard.file, shard)
+                sources.update(shard.texts_by_source)
+        self.texts_by_source = dict(sorted(sources.items()))
         if not self._place:
             raise TrainingError(f"{folders[0]} holds no states yet; make them with `{COMMAND}`")
 

@@ -15,6 +15,7 @@ from sonar_engine.training.journal import read_journal
 TEXTS = "texts.jsonl"
 MANIFEST = "manifest.json"
 COMMAND = "sonar train data"
+SELF = "self"  # the source of prompts that the target wrote
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Text:
     @property
     def num_answer_tokens(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def source_file(self) -> str:
+        """Name of the prompt's file, or `SELF`."""
+        return self.source.partition(":")[0]
 
     def to_record(self) -> dict[str, Any]:
         tokens = self.tokens.tolist()
