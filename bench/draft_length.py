@@ -4,8 +4,8 @@ Two engines hold the same model: one adapts, the other drafts a fixed number of 
 load; after some runs that warm up, lengths far from the best are left out. Then each run with a fixed length has one
 with the adaptive length right beside it, before and after it alternately; the median of the ratios is printed with a
 bootstrap interval. The last line of a load compares with the best fixed length: for each pair the one that is best in
-all other pairs, since the best of several noisy figures is a lucky one as well. Prompts stay in the prefix cache, so
-that runs are decoding alone.
+all other pairs, since the best of several noisy figures is a lucky one as well. Only steps count in which every
+sequence decodes; prompts stay in the prefix cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from paired import interval, tokens_per_second, write_texts
+from paired import decoding_rate, interval, write_texts
 from sonar_engine.bench.generation import encoded_prompts
 from sonar_engine.config import EngineConfig, SpeculativeConfig
 from sonar_engine.engine import Engine, build_engine
@@ -89,7 +89,7 @@ def measure(arguments: argparse.Namespace, drafter: str, batch: int) -> dict[int
 
     def run(length: int | None) -> float:
         engine = adaptive if length is None else fixed
-        return tokens_per_second(engine, load.prompts, load.params(length))
+        return decoding_rate(engine, load.prompts, load.params(length))
 
     fastest = dict.fromkeys(arguments.lengths, 0.0)  # a slow moment leaves no length out
     for _ in range(arguments.warm_up):
