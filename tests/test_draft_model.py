@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,34 @@ def test_unseeded_drafts_draw_fresh_coins_in_every_step() -> None:
     same_position = [{drawn[at * K + p - at] for at in range(p - K + 1, p + 1)} for p in range(K, 50)]
     assert sum(len(tokens) > 1 for tokens in same_position) > 40
     assert np.bincount(drawn, minlength=64).max() < 15
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_logits_that_are_no_numbers_are_drawn_from_as_the_probabilities_say(value: float, everywhere: bool) -> None:
+    state = SamplingState(1, 8, "cpu", ())
+    state.admit(0, SamplingParams(temperature=0.7), np.zeros(0, np.int64), np.zeros(0, np.int64), params_seed=5)
+    logits = torch.full((4000, 8), value) if everywhere else torch.arange(8.0).repeat(4000, 1)
+    logits[:, 3] = value
+    sampler, slots = DraftSampler(state), np.zeros(4000, np.int64)
+    drawn = np.bincount(sampler.choose(logits, slots, np.arange(4000), 0), minlength=8) / 4000
+    np.testing.assert_allclose(drawn, sampler.probs(logits[:1], slots[:1])[0], atol=0.04)
+
+
+def test_a_draft_whose_weights_are_no_numbers_changes_no_law(
+    build_tiny: BuildEngine, near_folder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(near_folder, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    engine, plain = build_tiny(speculative=drafting(folder)), build_tiny()
+    params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+    texts = [each.generate([make_prompts(1)[0]] * 60, params) for each in (engine, plain)]
+    first, second = (np.bincount([t for text in many for t in text.token_ids], minlength=8) for many in texts)
+    assert engine.stats().num_draft_tokens > 0
+    assert first[0] < second[0] + 4 * np.sqrt(second[0] + 25)  # id 0 is what no number at all would draw
 
 
 def test_a_seeded_draft_equals_a_seeded_target_of_the_same_logits() -> None:

@@ -13,6 +13,8 @@ from sonar_engine.sampling.coins import Seeds, draft_seeds
 from sonar_engine.sampling.sampler import Sampler
 from sonar_engine.sampling.state import SAMPLED, SEEDED, SamplingState
 
+_LARGEST = 1e6  # believable logit
+
 
 @dataclass(frozen=True)
 class _Rows:
@@ -33,6 +35,8 @@ class DraftSampler:
     is accepted may depend on all its drafts, so a later draft at the same position must not see a coin again.
 
     Logits are [N, W]: of the target's ids, or of the draft's own, fewer ones. Tokens are the target's ids always.
+    A draft whose weights are damaged, or whose dtype overflows, gives rows of logits that are no numbers: then any token
+    is drawn alike, since a draft is verified by the probability it was drawn with, and that must be one.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class DraftSampler:
         if not all_uses & SAMPLED:
             return self._as_target_ids(self._sampler.greedy(logits))
         is_seeded = (uses & SEEDED) > 0
+        logits = _sane(logits)
         rows = self._rows(slots, all_uses, is_seeded, output_pos, step)
         if self._token_map is None or not is_seeded.any():
             return self._as_target_ids(self._sampler.sample(logits, rows))
@@ -82,4 +87,10 @@ class DraftSampler:
     def probs(self, logits: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
         """The distribution that `choose` draws from, fp32 [N, W]; meaningless in rows of greedy requests."""
         index = to_device(slots, self._state.device)
-        return (logits * self._state.inv_temperature[index, None]).softmax(dim=1)
+        return (_sane(logits) * self._state.inv_temperature[index, None]).softmax(dim=1)
+
+
+def _sane(logits: torch.Tensor) -> torch.Tensor:
+    """[N, W] -> the same, but zeros in rows whose largest logit is no number or too large for noise to matter."""
+    is_sane = logits.amax(dim=1, keepdim=True).abs() <= _LARGEST  # false for NaN
+    return logits.where(is_sane, 0.0)
