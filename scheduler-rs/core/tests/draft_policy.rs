@@ -115,7 +115,7 @@ fn changes(lengths: &[u32]) -> usize {
 fn the_rate_is_close_to_the_best_fixed_length_and_the_length_is_steady() {
     let mut random = SplitMix::new(11);
     let mut uniform = || random.below(1 << 24) as f64 / f64::from(1 << 24);
-    let (mut shares, mut most_changes) = (Vec::new(), 0);
+    let (mut shares, mut most_changes, mut most_own) = (Vec::new(), 0, 0);
     for seed in 0..300 {
         let rows = [1, 5, 8, 32, 64][seed as usize % 5];
         let mut machine = Machine::new(rows, 0.0, 0.1 * uniform(), 0.3 * uniform());
@@ -123,16 +123,26 @@ fn the_rate_is_close_to_the_best_fixed_length_and_the_length_is_steady() {
         machine.random = SplitMix::new(seed);
         let mut policy = machine.policy();
         machine.run(&mut policy, 500);
-        let (lengths, rate) = machine.run(&mut policy, 2000);
-        let share = rate / machine.rate(machine.best());
+        let (mut lengths, mut own) = (Vec::new(), Vec::new());
+        let (mut rate, mut time) = (0.0, 0.0);
+        for _ in 0..2000 {
+            let (length, reached) = machine.run(&mut policy, 1);
+            let seconds = machine.seconds(rows, length[0]);
+            (rate, time) = (rate + reached * seconds, time + seconds);
+            lengths.extend(length);
+            own.push(policy.length());
+        }
+        let share = rate / time / machine.rate(machine.best());
         shares.push(share);
         most_changes = most_changes.max(changes(&lengths));
+        most_own = most_own.max(changes(&own));
     }
     let mean = shares.iter().sum::<f64>() / shares.len() as f64;
     let worst = shares.iter().copied().fold(f64::MAX, f64::min);
     assert!(mean >= 0.995 && worst >= 0.975, "{mean}, {worst}");
-    // Two changes a probe, one probe in 16 steps at most, and a few of its own.
+    // Two changes a probe, one probe in 16 steps at most, and those of the length in use.
     assert!(most_changes <= 2 * 2000 / 16 + 60, "{most_changes}");
+    assert!(most_own <= 40, "{most_own}");
 }
 
 proptest! {
@@ -177,7 +187,6 @@ fn costs_that_were_measured_some_percent_wrong_lose_little() {
         });
         let reached: Vec<f64> = reached.collect();
         let mean = reached.iter().sum::<f64>() / reached.len() as f64;
-
         assert!(mean >= 0.99, "{mean} with {rows} rows, {rate}, {a_token}");
     }
 }
