@@ -35,7 +35,7 @@ class DraftSampler:
     is accepted may depend on all its drafts, so a later draft at the same position must not see a coin again.
 
     Logits are [N, W]: of the target's ids, or of the draft's own, fewer ones. Tokens are the target's ids always.
-    A draft whose weights are damaged, or whose dtype overflows, gives rows of logits that are no numbers: then any token
+    A draft whose weights are damaged or whose dtype overflows gives rows of logits that are no numbers: then any token
     is drawn alike, since a draft is verified by the probability it was drawn with, and that must be one.
     """
 
