@@ -364,11 +364,19 @@ def test_resident_memory_is_split_into_weights_cache_and_the_rest(sonar: Sonar, 
         (["throughput", "--streams", "4097"], "from 1 to 4096"),
         (["latency", "--compare", "other"], "--compare transformers"),
         (["overlap", "--trace", "/no/such/folder/trace.json"], "there is no folder /no/such/folder"),
+        (["overlap", "--trace", "/"], "is a folder"),
+        (["overlap", "--planning-ms", "inf"], "--planning-ms inf"),
     ],
 )
 def test_a_wrong_bench_option_is_one_line(sonar: Sonar, arguments: list[str], part: str):
     assert sonar("bench", *arguments) == 1
     assert_one_line_error(sonar, arguments[1], part)
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_the_run(sonar: Sonar, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sonar_engine.bench.overlap.measure_overlap", lambda settings: pytest.fail("it ran"))
+    assert sonar("bench", "overlap", "--trace", "/proc/trace.json") == 1
+    assert_one_line_error(sonar, "/proc/trace.json cannot be written")
 
 
 # models and serve

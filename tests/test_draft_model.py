@@ -17,7 +17,7 @@ from sonar_engine.drafters.draft_model import DraftModelDrafter
 from sonar_engine.drafters.draft_sampler import DraftSampler
 from sonar_engine.drafters.draft_source import vocabulary_difference
 from sonar_engine.engine import Engine
-from sonar_engine.errors import ConfigError
+from sonar_engine.errors import ConfigError, ModelLoadError
 from sonar_engine.kv_cache import bytes_per_token
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.registry import resolve_model
@@ -409,6 +409,13 @@ def test_a_draft_of_another_vocabulary_is_refused_with_the_ids_that_differ(
 def test_a_draft_without_a_tokenizer_must_have_the_targets_width(build_tiny: BuildEngine, tmp_path: Path) -> None:
     folder = make_tiny("llama2", tmp_path / "narrow", vocab_size=300)
     with pytest.raises(ConfigError, match="300 entries, the target's 320"):
+        build_tiny(speculative=drafting(folder))
+
+
+def test_a_draft_with_a_damaged_tokenizer_is_refused(build_tiny: BuildEngine, tmp_path: Path) -> None:
+    folder = make_tiny("smollm", tmp_path / "damaged", tokenizer=True)
+    (folder / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json is damaged"):
         build_tiny(speculative=drafting(folder))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +170,7 @@ def test_the_lossy_option_fails_above_temperature_0_alone(verify: Verify, draft_
     lossy = {"posterior_threshold": 0.01, "posterior_alpha": 0.05}
     code, report = verify(drafting(draft_folder, lossy=lossy), samples=3000)
     assert code == 1
+    assert report["lossy"]
     assert report["greedy"]["passed"]
     assert not report["seeded"]["passed"]
     assert not report["law"]["passed"]
@@ -191,6 +193,51 @@ def test_a_near_tie_is_an_excuse_only_outside_batch_invariant_mode(
 
 
 # What cannot be compared ends with code 2.
+
+
+@pytest.fixture
+def never_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*unused: Any) -> None:
+        raise AssertionError("a prompt was run")
+
+    monkeypatch.setattr("sonar_engine.engine.Engine.generate", run)
+
+
+@pytest.mark.usefixtures("never_run")
+@pytest.mark.parametrize(
+    ("speculative", "options", "part"),
+    [
+        ({"method": "draft_model", "model": "./nowhere"}, {}, "nowhere"),
+        ({"method": "mtp", "model": "./no_head"}, {}, "no_head"),
+        (NGRAM, {"--kv-cache-tokens": "256"}, "kv_cache_tokens"),  # enough without drafts
+        (NGRAM, {"--max-model-len": "10"}, "the samples: "),
+    ],
+)
+def test_what_can_not_draft_is_told_before_anything_runs(
+    sonar: Sonar, draft_folder: Path, speculative: dict[str, Any], options: dict[str, str], part: str
+) -> None:
+    prompts = prompts_file(draft_folder, json.dumps({"prompt": "ab ab"}))
+    command = ["verify", "--model", str(draft_folder), *SMALL, "--prompts", prompts, "--max-tokens", "2"]
+    given = itertools.chain.from_iterable(options.items())
+    assert sonar(*command, "--speculative-config", json.dumps(speculative), *given) == 2
+    assert_one_line_error(sonar, part)
+
+
+def test_a_run_that_drafted_nothing_has_compared_nothing(verify: Verify) -> None:
+    code, report = verify({**NGRAM, "prompt_lookup_min": 16, "prompt_lookup_max": 16}, "--max-tokens", "4", samples=0)
+    assert code == 2
+    assert not report["passed"] and not report["drafted"]
+
+
+def test_a_crash_does_not_look_like_a_difference(
+    sonar: Sonar, small_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*unused: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("sonar_engine.engine.Engine.generate", crash)
+    assert sonar("verify", "--model", str(small_folder), *SMALL, "--spec-method", "ngram", "--max-tokens", "8") == 2
+    assert "a fault of ours" in sonar.err
 
 
 @pytest.mark.parametrize(

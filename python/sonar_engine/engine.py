@@ -20,7 +20,7 @@ from sonar_engine.events import LogprobColumns, StepEvents
 from sonar_engine.generation import Generation
 from sonar_engine.model_runner import ModelRunner
 from sonar_engine.models.model_config import ModelConfig
-from sonar_engine.models.registry import resolve_model
+from sonar_engine.models.registry import ResolvedModel, resolve_model
 from sonar_engine.sampling.state import SamplingState
 from sonar_engine.sampling.validation import validate
 from sonar_engine.schedules.orders import SCHEDULES
@@ -323,16 +323,24 @@ class Engine:
         self._generation.close()
 
 
+def find_models(config: EngineConfig, method: DrafterMethod) -> tuple[ResolvedModel, Tokenizer, int]:
+    """The target, its tokenizer, and the bytes a token of a drafter that goes with them; reads no weights.
+
+    Raises ConfigError or ModelLoadError.
+    """
+    resolved = resolve_model(config.model)
+    ModelConfig.load(resolved.path)  # an unsupported model is named before its tokenizer is missed
+    tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else resolved)
+    return resolved, tokenizer, method.kv_bytes_per_token(config, resolved, tokenizer)
+
+
 def build_engine(config: EngineConfig, progress: Progress | None = None, method: DrafterMethod | None = None) -> Engine:
     """Resolve, load and warm up `config.model`. `method` replaces the configured way of drafting.
 
     Raises ConfigError or ModelLoadError, each with the way out.
     """
-    resolved = resolve_model(config.model)
-    ModelConfig.load(resolved.path)  # an unsupported model is named before its tokenizer is missed
-    tokenizer = load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else resolved)
     method = drafter_method(config) if method is None else method
-    drafter_bytes = method.kv_bytes_per_token(config, resolved, tokenizer)
+    resolved, tokenizer, drafter_bytes = find_models(config, method)
     runner = ModelRunner.load(config, resolved, progress, drafter_bytes)
     from sonar_engine import __version__
 
@@ -348,6 +356,7 @@ def build_engine(config: EngineConfig, progress: Progress | None = None, method:
         max_num_seqs=config.max_num_seqs,
         drafter=config.speculative.method,
         num_speculative_tokens=config.speculative.num_speculative_tokens if config.speculative.method != "none" else 0,
+        lossy=config.speculative.lossy is not None,
         version=__version__,
         generation_defaults=dict(runner.config.generation_defaults),
     )

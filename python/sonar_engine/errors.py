@@ -25,6 +25,10 @@ class ModelLoadError(SonarError):
     """A model folder or file that is missing, damaged, or of an unknown architecture."""
 
 
+class TokenizerMissingError(ModelLoadError):
+    """A model that comes without a tokenizer."""
+
+
 class InvalidRequestError(SonarError):
     """A request that cannot be served as it stands; `param` names the field, `code` the kind."""
 

@@ -15,7 +15,7 @@ from sonar_engine.config import EngineConfig
 from sonar_engine.cuda_graphs import CudaGraphs, Input, open_graphs, wants_graphs
 from sonar_engine.drafters.base import Draft
 from sonar_engine.errors import ConfigError
-from sonar_engine.kv_cache import KvCache, allocate_kv_cache, allocate_layers, plan_kv_cache
+from sonar_engine.kv_cache import KvCache, KvCachePlan, allocate_kv_cache, allocate_layers, plan_kv_cache
 from sonar_engine.layers.base import Ops
 from sonar_engine.layers.select import LinearBackend, cpu_kernels, num_threads, select_ops
 from sonar_engine.models.llama import LlamaForCausalLM
@@ -78,12 +78,11 @@ class ModelRunner:
         device = choose_device(engine_config)
         config = ModelConfig.load(resolved.path)
         dtype = choose_dtype(engine_config, config)
-        max_model_len = choose_max_model_len(engine_config, config)
-        plan = plan_kv_cache(engine_config, config, max_model_len, dtype, drafter_bytes_per_token)
+        plan = choose_kv_cache(engine_config, config, drafter_bytes_per_token)
         plan = replace(plan, has_spare_page=wants_graphs(engine_config, device))
         linear_backend, ops = select_ops(engine_config, device)
         kv_cache = allocate_kv_cache(plan, config, engine_config.max_num_seqs, dtype, device)
-        place = _Place(kv_cache, ops, linear_backend, dtype, max_model_len)
+        place = _Place(kv_cache, ops, linear_backend, dtype, choose_max_model_len(engine_config, config))
         return cls._load_into(place, engine_config, resolved, config, progress)
 
     def load_beside(
@@ -205,6 +204,12 @@ def choose_max_model_len(engine_config: EngineConfig, config: ModelConfig) -> in
     if asked is not None and asked > limit:
         raise ConfigError(f"max_model_len={asked} is above the model's {limit} positions; ask for at most {limit}")
     return limit if asked is None else asked
+
+
+def choose_kv_cache(engine_config: EngineConfig, config: ModelConfig, drafter_bytes_per_token: int) -> KvCachePlan:
+    """Raises ConfigError when one sequence does not fit, in tokens or in memory."""
+    max_model_len, dtype = choose_max_model_len(engine_config, config), choose_dtype(engine_config, config)
+    return plan_kv_cache(engine_config, config, max_model_len, dtype, drafter_bytes_per_token)
 
 
 def _warm_up_batch(num_tokens: int, page_table: torch.Tensor) -> BatchMetadata:

@@ -16,7 +16,7 @@ import tokenizers
 
 from sonar_engine.chat_template import ChatTemplate
 from sonar_engine.detokenizer import byte_level_token, is_byte_level
-from sonar_engine.errors import InvalidRequestError, ModelLoadError
+from sonar_engine.errors import InvalidRequestError, ModelLoadError, TokenizerMissingError
 from sonar_engine.models.registry import ResolvedModel
 
 _SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
@@ -202,7 +202,9 @@ def _raw_of_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
         except Exception as error:  # `tokenizers` raises bare Exception
             raise ModelLoadError(f"{path} is damaged or of an unknown version: {error}; fetch it again") from None
     if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tekken.json")):
-        raise ModelLoadError(f"{folder} has no tokenizer.json; give the tokenizer's folder with the option `tokenizer`")
+        raise TokenizerMissingError(
+            f"{folder} has no tokenizer.json; give the tokenizer's folder with the option `tokenizer`"
+        )
     from transformers import AutoTokenizer
 
     try:

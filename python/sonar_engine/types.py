@@ -112,6 +112,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     drafter: str
     num_speculative_tokens: int
+    lossy: bool = False  # typical acceptance is on: above temperature 0 texts are not the target's own
     version: str
     generation_defaults: dict[str, int | float] = {}  # the model's own sampling values, where a request gives none
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,10 +83,6 @@ def chrome_trace(timeline: Timeline, num_steps: int = TRACED_STEPS) -> dict[str,
         if each.lane in lanes
     ]
     return {"displayTimeUnit": "ms", "traceEvents": names + spans}
-
-
-def write_trace(timeline: Timeline, path: Path) -> None:
-    path.write_text(json.dumps(chrome_trace(timeline)))
 
 
 def _engine(settings: OverlapSettings, device: SimulatedDevice) -> SimulatedEngine:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +16,7 @@ from sonar_engine.cli.options import config_options, load_options
 from sonar_engine.cli.session import open_session
 from sonar_engine.config import MAX_NUM_SEQS, MAX_SPECULATIVE_TOKENS, EngineConfig
 from sonar_engine.errors import ConfigError
+from sonar_engine.files import replacing
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line")]
 Compare = Annotated[
@@ -106,10 +109,15 @@ def overlap(
     as_json: Json = False,
 ) -> None:
     """The engine's loop on a simulated device: the share of a step in which the device has nothing to run."""
-    from sonar_engine.bench.overlap import OverlapSettings, measure_overlap, write_trace
+    from sonar_engine.bench.overlap import OverlapSettings, chrome_trace, measure_overlap
 
+    if trace is not None and trace.is_dir():
+        raise ConfigError(f"--trace {trace}: this is a folder; give a file's name")
     if trace is not None and not trace.parent.is_dir():
         raise ConfigError(f"--trace {trace}: there is no folder {trace.parent}; make it first")
+    for option, value in {"target": target_ms, "draft": draft_ms, "ingest": ingest_ms, "planning": planning_ms}.items():
+        if value is not None and math.isinf(value):
+            raise ConfigError(f"--{option}-ms {value}: must be a number of milliseconds, such as 5")
     settings = OverlapSettings(
         schedule,
         requests,
@@ -120,10 +128,11 @@ def overlap(
         ingest=(draft_ms if ingest_ms is None else ingest_ms) / 1e3,
         planning=planning_ms / 1e3,
     )
-    figures, timeline = measure_overlap(settings)
+    with nullcontext() if trace is None else replacing(trace) as part:  # a place that cannot be written is told first
+        figures, timeline = measure_overlap(settings)
+        if part is not None:
+            part.write_text(json.dumps(chrome_trace(timeline)))
     _print([figures], as_json)
-    if trace is not None:
-        write_trace(timeline, trace)
 
 
 def _opponent(name: str | None) -> Opponent | None:

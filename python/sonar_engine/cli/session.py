@@ -49,6 +49,17 @@ def checked_settings(**given: Any) -> dict[str, Any]:
     return settings
 
 
+def check_config(config: EngineConfig) -> None:
+    """Raises what `open_session` would raise before it reads any weight: ConfigError or ModelLoadError."""
+    from sonar_engine.drafters.registry import drafter_method
+    from sonar_engine.engine import find_models
+    from sonar_engine.model_runner import choose_kv_cache
+    from sonar_engine.models.model_config import ModelConfig
+
+    resolved, _, drafter_bytes = find_models(config, drafter_method(config))
+    choose_kv_cache(config, ModelConfig.load(resolved.path), drafter_bytes)
+
+
 @contextmanager
 def open_session(config: EngineConfig, lines_without_terminal: bool = False) -> Iterator[Session]:
     """Load the model, with progress bars, and close the engine at the end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ import typer
 
 from sonar_engine.cli.options import config_options, load_drafting_options
 from sonar_engine.cli.prompts_file import Prompt, read_prompts
-from sonar_engine.cli.session import Session, open_session
+from sonar_engine.cli.session import Session, check_config, open_session
 from sonar_engine.cli.terminal import exit_with, progress_bars
 from sonar_engine.config import EngineConfig, SpeculativeConfig
 from sonar_engine.errors import ConfigError, SonarError
@@ -37,7 +38,7 @@ def verify(
 
     Compared are tokens at temperature 0, tokens of seeded requests at temperature 1, and the law of unseeded ones. In
     batch-invariant mode, which is on unless --no-batch-invariant is given, every difference counts; without it near
-    ties are excused. Exit code 0: no difference; 1: a difference; 2: nothing could be compared.
+    ties are excused. Exit code 0: no difference; 1: a difference; 2: nothing could be compared, or nothing was drafted.
     """
     if options["batch_invariant"] is None:
         options["batch_invariant"] = True
@@ -47,8 +48,13 @@ def verify(
         )
     except SonarError as error:
         exit_with(error, NOT_COMPARED)
+    except Exception:  # our own fault; it must not look like a difference
+        traceback.print_exc()
+        sys.exit(NOT_COMPARED)
     print(json.dumps(report.to_dict()) if as_json else "\n".join(report.lines()))
-    sys.exit(0 if report.passed else DIFFERENT)
+    if report.different:
+        sys.exit(DIFFERENT)
+    sys.exit(0 if report.passed else NOT_COMPARED)
 
 
 def _asked_prompts(file: Path | None, count: int) -> list[Prompt]:
@@ -74,6 +80,7 @@ def _compare(config: EngineConfig, prompts: list[Prompt], max_tokens: int, num_s
         raise ConfigError(
             "speculation is off, so there is nothing to compare; give --speculative-config or --spec-method"
         )
+    check_config(config)
     off = config.model_copy(update={"speculative": SpeculativeConfig(), "seed": config.seed + 1})
     with open_session(off) as session:
         plan = Plan([session.encode(prompt) for prompt in prompts], max_tokens, num_samples)

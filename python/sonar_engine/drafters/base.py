@@ -17,7 +17,8 @@ from sonar_engine.step_buffers import BatchMetadata
 class Draft:
     """Draft tokens of one step, a chain a row. D = decode rows, K = most drafts of any row, W = the draft's vocabulary.
 
-    `probs` is the distribution each token was drawn from, [D, K, W] fp32; None: chosen without chance (one-hot).
+    `probs` is the distribution each token was drawn from, [D, K, W] fp32, finite; None: chosen without chance
+    (one-hot). The verifier trusts it: a draft drawn from another distribution changes the text's law.
     Tokens with `probs` must be drawn with noise that no other step uses: `sampling.coins.draft_seeds`.
     `token_map` int32 [W] is the target id of each draft id where W is a reduced vocabulary, the same tensor in every
     step; None: W is the target's. `tokens` are target ids always.

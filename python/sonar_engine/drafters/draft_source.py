@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sonar_engine.drafters.shipped import resolve_drafter
-from sonar_engine.errors import ConfigError, ModelLoadError
+from sonar_engine.errors import ConfigError, TokenizerMissingError
 from sonar_engine.kv_cache import bytes_per_token
 from sonar_engine.model_runner import choose_dtype, choose_max_model_len
 from sonar_engine.models.model_config import ModelConfig
@@ -66,7 +66,7 @@ def _vocabulary_difference(draft: DraftSource, target: ModelConfig, tokenizer: T
     """In words, or None. Without a tokenizer of the draft's the widths of the logits must agree."""
     try:
         own = load_tokenizer(draft.resolved)
-    except ModelLoadError:
+    except TokenizerMissingError:
         if draft.config.vocab_size == target.vocab_size:
             return None
         return f"its logits have {draft.config.vocab_size} entries, the target's {target.vocab_size}"

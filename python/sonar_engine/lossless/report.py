@@ -29,8 +29,18 @@ class Report:
         return all(each.near_tie and not self.exact for each in test.differences)
 
     @property
+    def different(self) -> bool:
+        return not (self.texts_passed(self.greedy) and self.texts_passed(self.seeded) and self.law.passed)
+
+    @property
+    def drafted(self) -> bool:
+        """Whether there was any speculation to compare."""
+        parts = (self.on.greedy.acceptance, self.on.seeded.acceptance, self.on.law_acceptance)
+        return any(part.num_draft_tokens for part in parts)
+
+    @property
     def passed(self) -> bool:
-        return self.texts_passed(self.greedy) and self.texts_passed(self.seeded) and self.law.passed
+        return self.drafted and not self.different
 
     def to_dict(self) -> dict[str, Any]:
         """What `--json` prints."""
@@ -39,6 +49,7 @@ class Report:
             "dtype": self.info.dtype,
             "drafter": self.info.drafter,
             "num_speculative_tokens": self.info.num_speculative_tokens,
+            "lossy": self.info.lossy,
             "batch_invariant": self.exact,
             "greedy": {**self._texts_dict(self.greedy), **_acceptance_dict(self.on.greedy.acceptance)},
             "seeded": {**self._texts_dict(self.seeded), **_acceptance_dict(self.on.seeded.acceptance)},
@@ -51,6 +62,7 @@ class Report:
                 "passed": self.law.passed,
                 **_acceptance_dict(self.on.law_acceptance),
             },
+            "drafted": self.drafted,
             "passed": self.passed,
         }
 
@@ -61,12 +73,18 @@ class Report:
         """What is printed for people."""
         info = self.info
         mode = "batch-invariant" if self.exact else "not batch-invariant"
-        result = [f"{info.model_name}, {info.dtype}, {mode}: {info.drafter}, K = {info.num_speculative_tokens}"]
+        drafter = f"{info.drafter}, K = {info.num_speculative_tokens}{', LOSSY' if info.lossy else ''}"
+        result = [f"{info.model_name}, {info.dtype}, {mode}: {drafter}"]
         result += self._texts_lines("temperature 0", self.greedy, self.on.greedy.acceptance)
         result += self._texts_lines("seeded, temperature 1", self.seeded, self.on.seeded.acceptance)
         result += self._law_lines()
-        result.append("passed" if self.passed else "FAILED: speculation changes what is generated")
-        return result
+        return [*result, self._verdict()]
+
+    def _verdict(self) -> str:
+        if self.different:
+            why = "; lossy acceptance, as configured, does so above temperature 0" if self.info.lossy else ""
+            return f"FAILED: speculation changes what is generated{why}"
+        return "passed" if self.drafted else "NOT COMPARED: nothing was drafted; give more or longer prompts"
 
     def _texts_lines(self, name: str, test: TextsTest, acceptance: Acceptance) -> list[str]:
         verdict = "equal" if not test.differences else f"{len(test.differences)} prompts differ"

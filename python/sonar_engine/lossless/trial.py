@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sonar_engine.engine import Engine, Progress
+from sonar_engine.errors import InvalidRequestError
 from sonar_engine.types import Completion, EngineStats, SamplingParams
 
 LAW_TOKENS = 4  # of each sample: the first comes from the prompt's own pass, the others may be drafted
@@ -22,6 +23,10 @@ class Law(NamedTuple):
 
     prompt: list[int]
     top_k: int  # 0: off
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(top_k=self.top_k, max_tokens=LAW_TOKENS + _ROOM_FOR_DRAFTS, ignore_eos=True)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,9 @@ class Trial:
 
 
 def run_trial(engine: Engine, plan: Plan, name: str, progress: Progress) -> Trial:
-    """Raises InvalidRequestError for a prompt that leaves no room for `max_tokens`."""
+    """Raises InvalidRequestError, before anything runs, for a prompt that leaves no room for what it is to be asked."""
+    for law in plan.laws:
+        _check_room(engine, law)
     greedy = SamplingParams(temperature=0.0, max_tokens=plan.max_tokens, logprobs=_TOP_LOGPROBS)
     seeded = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=plan.max_tokens, logprobs=_TOP_LOGPROBS)
@@ -103,6 +110,13 @@ def run_trial(engine: Engine, plan: Plan, name: str, progress: Progress) -> Tria
     before = engine.stats()
     samples = _sample(engine, plan, f"{name}, sampling at temperature 1", progress)
     return Trial(greedy_part, seeded_part, samples, Acceptance.between(before, engine.stats()))
+
+
+def _check_room(engine: Engine, law: Law) -> None:
+    try:
+        engine.validate(law.prompt, law.params)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"the samples: {error}; or ask for 0 samples", param=error.param) from error
 
 
 def _complete(engine: Engine, plan: Plan, params: Sequence[SamplingParams], what: str, progress: Progress) -> Part:
@@ -118,13 +132,14 @@ def _complete(engine: Engine, plan: Plan, params: Sequence[SamplingParams], what
 
 def _sample(engine: Engine, plan: Plan, what: str, progress: Progress) -> list[np.ndarray]:
     samples: list[np.ndarray] = []
-    for prompt, top_k in plan.laws:
-        params = SamplingParams(top_k=top_k, max_tokens=LAW_TOKENS + _ROOM_FOR_DRAFTS, ignore_eos=True)
+    for law in plan.laws:
         left = plan.num_samples // len(_LAW_TOP_K)
         rows: list[list[int]] = []
         while left > 0:
             count = min(left, engine.config.max_num_seqs)
-            rows += [completion.token_ids[:LAW_TOKENS] for completion in engine.generate([prompt] * count, params)]
+            rows += [
+                completion.token_ids[:LAW_TOKENS] for completion in engine.generate([law.prompt] * count, law.params)
+            ]
             left -= count
             progress(what, sum(map(len, samples)) + len(rows), plan.num_samples)
         samples.append(np.array(rows, np.int32).reshape(len(rows), LAW_TOKENS))

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from sonar_engine.errors import ModelLoadError
+from sonar_engine.errors import ModelLoadError, TokenizerMissingError
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -33,7 +33,9 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     """Raises ModelLoadError for a kind that is not supported or fields that do not fit together."""
     tokens = listed(metadata, "tokenizer.ggml.tokens")
     if not all(isinstance(token, str) for token in tokens) or not tokens:
-        raise ModelLoadError(f"{where} has no vocabulary (tokenizer.ggml.tokens); give a tokenizer folder with it")
+        raise TokenizerMissingError(
+            f"{where} has no vocabulary (tokenizer.ggml.tokens); give a tokenizer folder with it"
+        )
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ModelLoadError(f"{where}: {len(tokens) - len(vocabulary)} tokens of the vocabulary appear twice")

@@ -122,9 +122,11 @@ def _rows(
     checkpoint: Checkpoint, name: str, ids: torch.Tensor, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
     rows = torch.empty((len(ids), *checkpoint.shapes[name][1:]), dtype=dtype, device=device)
+    wanted, places = ids.sort()
     for first, block in checkpoint.read(name):
-        inside = (ids >= first) & (ids < first + block.shape[0])
-        rows[inside.to(device)] = block[ids[inside] - first].to(device, dtype)
+        begin, end = torch.searchsorted(wanted, torch.tensor([first, first + block.shape[0]])).tolist()
+        if begin < end:
+            rows[places[begin:end].to(device)] = block[wanted[begin:end] - first].to(device, dtype)
     return rows
 
 

@@ -38,6 +38,7 @@ def model_lines(info: EngineInfo) -> list[str]:
     drafter = "no drafting"
     if info.num_speculative_tokens:
         drafter = f"drafter {info.drafter}, up to {info.num_speculative_tokens} draft tokens a step"
+        drafter += ", LOSSY acceptance: above temperature 0 texts are not the target's own" if info.lossy else ""
     return [
         f"model {info.model_name}: {info.dtype} on {info.device}, context {info.max_model_len} tokens",
         f"KV cache: {info.num_pages} pages, {tokens} tokens: {tokens / info.max_model_len:.1f} sequences of "
