@@ -1,7 +1,7 @@
 """Speculation on and off, one stream at a time, in turn on one engine: tokens/s by kind of task.
 
 Every prompt of `bench/prompts.jsonl` is completed greedily both ways; the completions must be the same tokens.
-Any drafter works: `python bench/speculation.py --method ngram --num-speculative-tokens 4`.
+Any drafter works: `python bench/speculation.py --speculative-config '{"method": "mtp", "model": "shipped"}'`.
 """
 
 from __future__ import annotations
@@ -107,12 +107,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--method", default="ngram")
-    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--speculative-config", default='{"method": "ngram"}', metavar="JSON", help="how to draft")
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--json", action="store_true", help="one object a line")
     arguments = parser.parse_args()
-    speculative = SpeculativeConfig(method=arguments.method, num_speculative_tokens=arguments.num_speculative_tokens)
+    speculative = SpeculativeConfig.model_validate_json(arguments.speculative_config)
     engine = build_engine(EngineConfig(model=arguments.model, dtype=arguments.dtype, speculative=speculative))
     tallies = []
     for tally in measure(engine, arguments.output_len):

@@ -72,12 +72,17 @@ EVENTS: dict[str, dict[str, Any]] = {
     "torch": TORCH,
     "wide pages": {"page_size": 16},
     "drafts beside prompts": {"max_num_batched_tokens": 40, "drafting": {"speculate_in_mixed_batches": True}},
+    "look-ups": {"drafting": {"prompt_lookup": True, "prompt_lookup_min": 1}},
 }
 
 
 def options_of(event: str, head: Path, k: int) -> dict[str, Any]:
     """The engine's options for one of `EVENTS`."""
-    options = dict(EVENTS[event])
+    return with_head(EVENTS[event], head, k)
+
+
+def with_head(options: dict[str, Any], head: Path, k: int) -> dict[str, Any]:
+    options = dict(options)
     return {"speculative": drafting(head, k, **options.pop("drafting", {})), **options}
 
 
@@ -138,6 +143,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 23},
     "preempted": {"kv_cache_tokens": 300},
     "torch": TORCH,
+    "look-ups": {"drafting": {"prompt_lookup": True, "prompt_lookup_min": 1}},
 }
 
 
@@ -152,7 +158,7 @@ def test_a_head_changes_no_token(  # noqa: PLR0917
     k: int,
     variant: str,
 ) -> None:
-    engine = build_tiny(speculative=drafting(head_folders[kind], k), **VARIANTS[variant])
+    engine = build_tiny(**with_head(VARIANTS[variant], head_folders[kind], k))
     prompts = make_prompts(16)
     for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
         key = f"{name} {'torch' if variant == 'torch' else 'native'}"
@@ -170,6 +176,22 @@ def test_a_head_changes_no_token(  # noqa: PLR0917
     stats = engine.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert (stats.num_preemptions > 0) == (variant == "preempted")
+
+
+def test_rows_whose_last_tokens_occurred_before_draft_what_followed_them(
+    build_tiny: BuildEngine, head_folders: dict[str, Path]
+) -> None:
+    """Whatever the head, a text that goes round is drafted right; a row beside it with nothing to look up is too."""
+    lookup = {"prompt_lookup": True, "prompt_lookup_min": 4}
+    engines = [build_tiny(speculative=drafting(head_folders["fewer ids"], 3, **options)) for options in ({}, lookup)]
+    round_text = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    alone, looked_up = ([engine.generate([prompt], round_text)[0] for prompt in make_prompts(4)] for engine in engines)
+    assert ids(alone) == ids(looked_up)
+    drafted, accepted = (
+        [sum(getattr(each.metrics.speculation, name) for each in some) for some in (alone, looked_up)]
+        for name in ("num_draft_tokens", "num_accepted_draft_tokens")
+    )
+    assert accepted[1] / drafted[1] > 2 * accepted[0] / drafted[0]
 
 
 # A head that always predicts right: a target of one windowed layer and a copy of that layer as the head.
@@ -193,7 +215,7 @@ def assert_all_accepted(completions: Sequence[Completion]) -> None:
 
 
 @pytest.mark.parametrize("compact", [True, False], ids=["compact", "whole batches"])
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("event", [event for event in EVENTS if event != "look-ups"])
 def test_a_perfect_head_is_always_accepted(
     build_tiny: BuildEngine, perfect: tuple[Path, Path], event: str, compact: bool
 ) -> None:
@@ -259,16 +281,21 @@ def test_a_step_that_fails_leaves_the_head_right(build_tiny: BuildEngine, perfec
 # The law of unseeded requests.
 
 
+@pytest.mark.parametrize("lookup", [{}, {"prompt_lookup": True, "prompt_lookup_min": 1}], ids=["head", "look-ups"])
 @pytest.mark.parametrize("token_map", [None, torch.tensor([6, 1, 0, 7, 3], dtype=torch.int32)], ids=["all", "some"])
 def test_unseeded_drafts_of_a_head_leave_the_targets_law(
-    build_tiny: BuildEngine, tiny_folder: Path, tmp_path: Path, token_map: torch.Tensor | None
+    build_tiny: BuildEngine,
+    tiny_folder: Path,
+    tmp_path: Path,
+    token_map: torch.Tensor | None,
+    lookup: dict[str, Any],
 ) -> None:
     """The first three tokens of 8 ids, two of them drafted, against the target's own probabilities, by chi-square."""
     target, head = make_copied_head(tmp_path, token_map=token_map, noise=0.4, vocab_size=8)
     engine = build_tiny(
         model=str(target),
         tokenizer=str(tiny_folder),
-        speculative=drafting(head),
+        speculative=drafting(head, **lookup),
         max_num_seqs=128,
         max_num_batched_tokens=2048,
     )
@@ -286,7 +313,7 @@ def test_unseeded_drafts_of_a_head_leave_the_targets_law(
     assert deviation < freedom + 3.3 * (2 * freedom) ** 0.5
     stats = engine.stats()
     assert stats.num_draft_tokens > 3 * num_runs
-    assert 0.2 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
+    assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
 
 
 def law_of_three_tokens(target: Path, prompt: list[int], temperature: float) -> np.ndarray:

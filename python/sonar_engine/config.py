@@ -51,6 +51,9 @@ class SpeculativeConfig(BaseModel):
         default="fixed",
         description="fixed: num_speculative_tokens drafts where there are as many; adaptive: as many of them as pay",
     )
+    prompt_lookup: bool = Field(
+        default=False, description="mtp: where the last tokens occurred before, draft what followed them, as ngram does"
+    )
     prompt_lookup_min: int = Field(default=2, ge=1, le=16)
     prompt_lookup_max: int = Field(default=4, ge=1, le=16)
     oracle_texts: str | None = Field(default=None, description="What the oracle replays: `sonar generate --json` lines")
@@ -75,6 +78,8 @@ class SpeculativeConfig(BaseModel):
             raise ValueError("method draft_model needs a model")
         if self.method not in ("draft_model", "mtp") and self.model is not None:
             raise ValueError(f"method {self.method} has no model; methods draft_model and mtp have one")
+        if self.method != "mtp" and self.prompt_lookup:
+            raise ValueError(f"prompt_lookup goes with method mtp, not {self.method}; method ngram looks up always")
         if (self.method == "oracle") != (self.oracle_texts is not None):
             raise ValueError("method oracle and oracle_texts go together; give both or neither")
         return self

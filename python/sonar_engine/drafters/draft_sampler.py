@@ -47,9 +47,10 @@ class DraftSampler:
         self._token_map = token_map
         self._sampler = Sampler(state.device, kernels)
 
-    def draws(self, slots: np.ndarray) -> bool:
-        """Whether verification needs the drafts' probabilities for any of these slots."""
-        return bool(((self._state.uses[slots] & (SAMPLED | SEEDED)) == SAMPLED).any())
+    def draws(self, slots: np.ndarray) -> np.ndarray:
+        """Of which of these slots verification needs the drafts' probabilities, bool [N]."""
+        is_drawn: np.ndarray = (self._state.uses[slots] & (SAMPLED | SEEDED)) == SAMPLED
+        return is_drawn
 
     def choose(self, logits: torch.Tensor, slots: np.ndarray, output_pos: np.ndarray, step: int) -> torch.Tensor:
         """logits fp32 [N, W] of the rows of `slots` int [N] -> each row's draft number `step`, int32 [N].

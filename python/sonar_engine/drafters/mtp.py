@@ -10,6 +10,9 @@ than the head, is left to steps that draft.
 A step drafts k tokens in k - 1 passes of the head over its own features. On a device the head runs over rejected drafts
 too, with the batch metadata that the target has used, and waits for nothing; a CPU leaves them out.
 
+With a prompt lookup, rows whose last tokens occurred before draft what followed them, in place of the head's: free,
+and where a text repeats itself more often right.
+
 After a step that was reverted behind its `ingest` the carried row may be one of that step. The next draft is then a
 poor one, once, and is verified like any other.
 """
@@ -28,11 +31,12 @@ from sonar_engine.attention.select import select_attention
 from sonar_engine.cuda_graphs import CudaGraphs, Input, open_graphs
 from sonar_engine.device import to_device
 from sonar_engine.drafters.base import Draft, Verdict
-from sonar_engine.drafters.draft_chain import ActiveRows, draft_chain
+from sonar_engine.drafters.draft_chain import ActiveRows, GivenDrafts, draft_chain
 from sonar_engine.drafters.draft_sampler import DraftSampler
 from sonar_engine.drafters.mtp_checkpoint import load_head
 from sonar_engine.drafters.mtp_head import HeadStates, MtpHead
 from sonar_engine.drafters.mtp_source import find_head
+from sonar_engine.drafters.ngram import PromptLookup
 from sonar_engine.drafters.span_batch import Spans, span_batch
 from sonar_engine.kv_cache import KvCache, allocate_layers
 from sonar_engine.models.registry import resolve_model
@@ -77,6 +81,7 @@ class MtpDrafter:
         sampler: DraftSampler,
         token_map: torch.Tensor | None = None,
         graphs: CudaGraphs | None = None,
+        lookup: PromptLookup | None = None,
         compacts: bool,
     ) -> None:
         """`kv_cache` has the head's layers over the target's pages, `attention` attends over them.
@@ -91,6 +96,8 @@ class MtpDrafter:
         self._output = output
         self._sampler = sampler
         self._token_map = token_map
+        self._lookup = lookup
+        self._own_ids = None if token_map is None else _own_ids(token_map, target.vocab_size)
         self._graphs = graphs
         self._pass = HeadPass(head, target.model.embedding, attention)
         self._lens = np.full(max_num_seqs, config.speculative.num_speculative_tokens, np.int32)
@@ -139,6 +146,9 @@ class MtpDrafter:
             sampler=sampler,
             token_map=token_map,
             graphs=graphs,
+            lookup=PromptLookup(context.scheduler, config.speculative, config.max_num_seqs)
+            if config.speculative.prompt_lookup
+            else None,
             compacts=not context.device.runs_alone,
         )
 
@@ -147,6 +157,8 @@ class MtpDrafter:
         return len(self._kv_cache.layers)
 
     def draft_lens(self) -> np.ndarray | None:
+        if self._lookup is not None:
+            self._lookup.find()
         return self._lens
 
     def admit(self, slot: int, request_id: int, speculate: int) -> None:
@@ -167,7 +179,18 @@ class MtpDrafter:
             features[rows.index] = states.features
             return self._output(states.for_logits)
 
-        return draft_chain(batch, self._sampler, next_logits, self._token_map)
+        given = None if self._lookup is None else self._looked_up(batch, self._lookup)
+        return draft_chain(batch, self._sampler, next_logits, self._token_map, given)
+
+    def _looked_up(self, batch: BatchMetadata, lookup: PromptLookup) -> GivenDrafts | None:
+        """The rows for which enough was found. Where probabilities are needed, it must be in the head's vocabulary."""
+        num_decode, most = batch.num_decode_reqs, batch.max_draft_tokens
+        slots, lens = batch.host["slots"][:num_decode], batch.host["num_draft_tokens"][:num_decode]
+        tokens = lookup.tokens[slots, :most]
+        own_ids = tokens if self._own_ids is None else self._own_ids[tokens]
+        is_drawable = ((own_ids >= 0) | (np.arange(most) >= lens[:, None])).all(axis=1)
+        is_given = (lookup.lens[slots] >= lens) & (is_drawable | ~self._sampler.draws(slots))
+        return GivenDrafts(is_given, tokens, np.maximum(own_ids, 0)) if is_given.any() else None
 
     def ingest(self, batch: BatchMetadata, hidden: torch.Tensor, verdict: Verdict) -> None:
         tokens = shift_tokens(
@@ -220,3 +243,10 @@ class MtpDrafter:
 
     def _span_batch(self, spans: Spans) -> BatchMetadata:
         return span_batch(spans, self._kv_cache.page_table, self._kv_cache.plan.page_size)
+
+
+def _own_ids(token_map: torch.Tensor, vocab_size: int) -> np.ndarray:
+    """The draft's own id of each target id, int32 [V]; -1 where it has none. Waits for the device."""
+    own_ids = np.full(vocab_size, -1, np.int32)
+    own_ids[token_map.cpu().numpy()] = np.arange(len(token_map), dtype=np.int32)
+    return own_ids

@@ -18,47 +18,63 @@ if TYPE_CHECKING:
     from sonar_engine.drafters.registry import DrafterContext
 
 
-class NgramDrafter:
-    """Drafts come from the scheduler's own token history, on the host, before the step is planned.
+class PromptLookup:
+    """What followed the last tokens of each sequence when they occurred before, from the scheduler's token history.
 
     The longest match of the last n tokens, n in [prompt_lookup_min, prompt_lookup_max], wins; among equally long
-    ones the most recent. Drafts are one-hot. The look-up costs the same however long the history is.
+    ones the most recent. The look-up costs the same however long the history is.
     """
+
+    def __init__(self, scheduler: Scheduler, config: SpeculativeConfig, max_num_seqs: int) -> None:
+        self._scheduler = scheduler
+        self._config = config
+        self.tokens = np.zeros((max_num_seqs, config.num_speculative_tokens), np.int32)  # by slot
+        self.lens = np.zeros(max_num_seqs, np.int32)  # by slot, how many there are
+
+    def find(self) -> bool:
+        """Looks up all decoding sequences, before a step is planned. Whether anything was found."""
+        config = self._config
+        return (
+            self._scheduler.propose_ngram(
+                config.num_speculative_tokens,
+                config.prompt_lookup_min,
+                config.prompt_lookup_max,
+                self.tokens,
+                self.lens,
+            )
+            > 0
+        )
+
+
+class NgramDrafter:
+    """Drafts of a `PromptLookup`, found on the host before the step is planned. They are one-hot."""
 
     needs_hidden: Literal["none"] = "none"
     runs_on: Literal["leader"] = "leader"
     kv_layers = 0
 
-    def __init__(
-        self, scheduler: Scheduler, config: SpeculativeConfig, max_num_seqs: int, device: torch.device
-    ) -> None:
-        self._scheduler = scheduler
-        self._config = config
+    def __init__(self, lookup: PromptLookup, device: torch.device) -> None:
+        self._lookup = lookup
         self._device = device
-        self._tokens = np.zeros((max_num_seqs, config.num_speculative_tokens), np.int32)  # by slot
-        self._lens = np.zeros(max_num_seqs, np.int32)  # by slot
 
     @classmethod
     def build(cls, context: DrafterContext) -> NgramDrafter:
         config = context.config
-        return cls(context.scheduler, config.speculative, config.max_num_seqs, context.runner.device)
+        lookup = PromptLookup(context.scheduler, config.speculative, config.max_num_seqs)
+        return cls(lookup, context.runner.device)
 
     def draft_lens(self) -> np.ndarray | None:
-        config = self._config
-        found = self._scheduler.propose_ngram(
-            config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max, self._tokens, self._lens
-        )
-        return self._lens if found else None
+        return self._lookup.lens if self._lookup.find() else None
 
     def propose(self, batch: BatchMetadata) -> Draft | None:
         if batch.num_drafts == 0:
             return None
         decode_slots = batch.host["slots"][: batch.num_decode_reqs]
-        tokens = self._tokens[decode_slots, : batch.max_draft_tokens]  # [D, K]
+        tokens = self._lookup.tokens[decode_slots, : batch.max_draft_tokens]  # [D, K]
         return Draft(to_device(tokens, self._device))
 
     def ingest(self, batch: BatchMetadata, hidden: torch.Tensor, verdict: Verdict) -> None:
         pass
 
     def admit(self, slot: int, request_id: int, speculate: int) -> None:
-        self._lens[slot] = 0
+        self._lookup.lens[slot] = 0
