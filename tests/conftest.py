@@ -38,6 +38,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("smollm", tmp_path_factory.mktemp("tiny"), tokenizer=True)
 
 
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama 2 of two layers, fp32, without a tokenizer. Read only: who damages it takes a copy."""
+    return make_tiny("llama2", tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
+
+
 @pytest.fixture
 def build_tiny(tiny_folder: Path) -> Iterator[BuildEngine]:
     """Builds engines on the tiny model; every one is checked and closed at the end of the test.

@@ -7,26 +7,15 @@ import shutil
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from sonar_engine.errors import ModelLoadError
+from loading import fails_with
 from sonar_engine.models import pull as pulling
 from sonar_engine.models import registry
 from sonar_engine.models.registry import KnownModel, is_cached, list_models, resolve_model
 
 CONTENT = b"GGUF" + bytes(range(256)) * 400
-
-
-def fails_with(action: Callable[[], Any], *parts: str) -> None:
-    with pytest.raises(ModelLoadError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message
 
 
 def make_wheel(folder: Path, content: bytes = CONTENT, version: str = "1.0") -> KnownModel:

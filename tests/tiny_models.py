@@ -165,7 +165,7 @@ def transformers_model(folder: str | os.PathLike[str], dtype: torch.dtype = torc
 def transformers_smollm2(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' SmolLM2-135M over the dequantised weights of the default GGUF file, eager attention.
 
-    The weights come through our loader, which is 10 times faster; `test_weights` shows that transformers' own
+    The weights come through our loader, which is 10 times faster; `test_gguf` shows that transformers' own
     loader gives the very same tensors.
     """
     from sonar_engine.models.model_config import ModelConfig
