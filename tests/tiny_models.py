@@ -27,6 +27,12 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# A chat of every role, whose last message ends in a space.
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi!"},
+    {"role": "assistant", "content": "Hello "},
+]
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
