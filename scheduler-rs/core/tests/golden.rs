@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::config;
+use common::{config, plan, submit};
 use sonar_scheduler::packed_batch::{
     MAGIC, NUM_SECTIONS, SECTION_OFFSETS_AT, header, read_section,
 };
@@ -51,15 +51,11 @@ impl Bench {
     }
 
     fn submit_request(&mut self, request: NewRequest) {
-        let valid = request.validate(self.scheduler.config()).expect("valid");
-        self.scheduler.submit(valid).expect("there is room");
+        submit(&mut self.scheduler, request);
     }
 
     fn plan(&mut self, draft_lens: Option<&[i32]>) -> PlannedStep {
-        self.scheduler
-            .plan(draft_lens, &mut self.words)
-            .expect("nothing in flight")
-            .expect("there is work")
+        plan(&mut self.scheduler, draft_lens, &mut self.words)
     }
 
     /// Commits with the tokens of each row; `[]` where a row does not sample.
