@@ -17,11 +17,13 @@ from tiny_models import make_tiny
 from training_runs import fit, fit_config, quiet
 
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "ate", "the", "other", "hat", "in", "the", "sun"]
+SEES = 24  # tokens: more than the template puts behind a prompt, so that answers differ, and less than a prompt has
 Report = dict[str, Any]
 
 
 def prompt_files(folder: Path, count: int) -> tuple[Path, ...]:
     """Two tasks of `count` prompts each, longer than the window of `make_copied_head`."""
+    folder.mkdir(exist_ok=True)
     paths = []
     for task in ("cats", "dogs"):
         path = folder / f"{task}.jsonl"
@@ -53,7 +55,8 @@ def eval_config(model: Path, head: Path, folder: Path, **fields: Any) -> EvalCon
 def half_right(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target and a head whose drafts are right about half of the time, with ids of its own."""
     ids = torch.arange(0, 320)[torch.randperm(320, generator=torch.Generator().manual_seed(3))[:310]]
-    return make_copied_head(tmp_path_factory.mktemp("half"), noise=0.12, token_map=ids.sort().values.int())
+    folder = tmp_path_factory.mktemp("half")
+    return make_copied_head(folder, noise=0.12, token_map=ids.sort().values.int(), sliding_window=SEES)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def report(half_right: tuple[Path, Path], tmp_path_factory: pytest.TempPathFacto
 def test_simulated_and_measured_acceptance_agree(report: tuple[Report, Path]) -> None:
     greedy = report[0]["temperatures"][0]
     measured = greedy["tasks"]["all"]
-    assert measured["tokens"] > 500
+    assert measured["tokens"] > 1500
     assert 1.3 < measured["acceptance_length"] < 3.7
     assert greedy["simulated"] == pytest.approx(measured["acceptance_length"], rel=0.03)
     assert greedy["simulated_conditional"] == pytest.approx(measured["conditional"], abs=0.05)
@@ -96,6 +99,19 @@ def test_the_report_adds_up_over_tasks_and_is_written_with_plots(report: tuple[R
     names = {path.name for path in out.iterdir()}
     assert names == {"report.json", "acceptance-0.png", "acceptance-1.png"}
     assert (out / "acceptance-0.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_look_ups_beside_a_head_are_measured_and_not_simulated(half_right: tuple[Path, Path], tmp_path: Path) -> None:
+    target, head = half_right
+    alone, beside = (
+        evaluate_drafter(eval_config(target, head, tmp_path / str(lookup), prompt_lookup=lookup), quiet, quiet)
+        for lookup in (False, True)
+    )
+    figures = [each["temperatures"][0] for each in (alone, beside)]
+    assert figures[0]["tasks"]["all"]["tokens"] == figures[1]["tasks"]["all"]["tokens"]  # the same texts
+    assert figures[0]["tasks"]["all"]["reached"] != figures[1]["tasks"]["all"]["reached"]
+    assert figures[0]["simulated"] is not None
+    assert (beside["prompt_lookup"], figures[1]["simulated"]) == (True, None)
 
 
 def test_the_table_names_every_task(half_right: tuple[Path, Path], tmp_path: Path) -> None:

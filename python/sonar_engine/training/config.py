@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from sonar_engine.config import EngineConfig, SpeculativeConfig
+from sonar_engine.errors import ConfigError
 
 Temperature = Annotated[float, Field(ge=0, le=2)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -204,10 +205,13 @@ class EvalConfig(_TargetStage):
     per_task: int | None = Field(default=None, ge=1, description="Prompts of each task at most; default: all")
     temperature: tuple[Temperature, ...] = Field(default=(0.0,), min_length=1, description="Temperatures to measure at")
     num_speculative_tokens: int = Field(default=3, ge=1, le=16, description="Draft tokens a step")
+    prompt_lookup: bool = Field(default=False, description="A head drafts from the text itself where it repeats itself")
     max_answer_tokens: int = Field(default=256, ge=2, description="Longest answers")
     timed_prompts: int = Field(default=8, ge=0, description="Prompts for tokens/s with and without; 0: none")
     seed: int = Field(default=0, description="Of sampled answers")
 
     def speculative(self, method: Literal["mtp", "draft_model"]) -> SpeculativeConfig:
-        k = self.num_speculative_tokens
-        return SpeculativeConfig(method=method, model=str(self.head), num_speculative_tokens=k)
+        if self.prompt_lookup and method != "mtp":
+            raise ConfigError(f"prompt_lookup goes with a head, and {self.head} is a draft model; leave it out")
+        k, lookup = self.num_speculative_tokens, self.prompt_lookup
+        return SpeculativeConfig(method=method, model=str(self.head), num_speculative_tokens=k, prompt_lookup=lookup)

@@ -57,6 +57,7 @@ def evaluate_drafter(config: EvalConfig, progress: Progress, say: Callable[[str]
         "head": str(config.head),
         "target": target.to_dict(),
         "num_speculative_tokens": config.num_speculative_tokens,
+        "prompt_lookup": config.prompt_lookup,
         "prompts": len(prompts),
         "temperatures": [],
     }
@@ -68,7 +69,7 @@ def evaluate_drafter(config: EvalConfig, progress: Progress, say: Callable[[str]
                 f"{config.head} gives a loss that is no number ({validation.loss}); its weights or the target's are "
                 "damaged, or its training diverged: take another head, or fit again with a lower learning_rate"
             )
-        entry = _entry(temperature, measured, validation)
+        entry = _entry(temperature, measured, validation, walks=temperature == 0 and not config.prompt_lookup)
         report["temperatures"].append(entry)
         for line in table(entry):
             say(line)
@@ -169,7 +170,8 @@ def _trainer(config: EvalConfig, identity: TargetIdentity, dtype: torch.dtype, l
     return HeadTrainer(loaded.head, embedding, output, num_steps=steps, step_decay=1.0)
 
 
-def _entry(temperature: float, measured: list[Measured], validation: Validation) -> dict[str, Any]:
+def _entry(temperature: float, measured: list[Measured], validation: Validation, *, walks: bool) -> dict[str, Any]:
+    """`walks`: the validation's walk over the texts stands for what was measured."""
     tasks: dict[str, list[Measured]] = {}
     for each in measured:
         tasks.setdefault(each.task, []).append(each)
@@ -179,8 +181,8 @@ def _entry(temperature: float, measured: list[Measured], validation: Validation)
         "tasks": {**by_task, ALL: _figures(measured)},
         "loss": validation.loss,
         "alpha": validation.overlap,
-        "simulated": validation.walked.acceptance_length if temperature == 0 else None,
-        "simulated_conditional": validation.walked.conditional.tolist() if temperature == 0 else None,
+        "simulated": validation.walked.acceptance_length if walks else None,
+        "simulated_conditional": validation.walked.conditional.tolist() if walks else None,
     }
 
 
