@@ -1,7 +1,7 @@
 """Speculation on and off, one stream at a time, in turn on one engine: tokens/s by kind of task.
 
 Every prompt of `bench/prompts.jsonl` is completed greedily both ways; the completions must be the same tokens.
-Any drafter works: `python bench/speculation.py --speculative-config '{"method": "mtp", "model": "shipped"}'`.
+It drafts with what comes for the model, or as told: `--speculative-config '{"method": "ngram"}'`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from sonar_engine.bench.generation import encoded_prompts
 from sonar_engine.config import EngineConfig, SpeculativeConfig
+from sonar_engine.drafters.shipped import with_shipped_drafter
 from sonar_engine.engine import Engine, build_engine
 from sonar_engine.types import Completion, SamplingParams
 
@@ -107,12 +108,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--speculative-config", default='{"method": "ngram"}', metavar="JSON", help="how to draft")
+    parser.add_argument(
+        "--speculative-config", metavar="JSON", help="default: what comes with the package for the model"
+    )
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--json", action="store_true", help="one object a line")
     arguments = parser.parse_args()
-    speculative = SpeculativeConfig.model_validate_json(arguments.speculative_config)
-    engine = build_engine(EngineConfig(model=arguments.model, dtype=arguments.dtype, speculative=speculative))
+    config = EngineConfig(model=arguments.model, dtype=arguments.dtype)
+    if arguments.speculative_config is None:
+        config = with_shipped_drafter(config, "adaptive")
+    else:
+        speculative = SpeculativeConfig.model_validate_json(arguments.speculative_config)
+        config = config.model_copy(update={"speculative": speculative})
+    if config.speculative.method == "none":
+        parser.error(f"nothing drafts for {arguments.model}; give --speculative-config")
+    engine = build_engine(config)
     tallies = []
     for tally in measure(engine, arguments.output_len):
         tallies.append(tally)

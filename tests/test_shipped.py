@@ -76,7 +76,7 @@ def test_without_a_folder_nothing_drafts(heads: Path, tiny_folder: Path) -> None
 def test_the_head_of_the_model_is_the_default_and_any_option_wins(with_head: Path, tiny_folder: Path) -> None:
     found = configured(tiny_folder)
     assert found.speculative == SpeculativeConfig(
-        method="mtp", model="shipped", num_speculative_tokens=3, draft_length="adaptive"
+        method="mtp", model="shipped", num_speculative_tokens=3, draft_length="adaptive", prompt_lookup=True
     )
     line = shipped_line(found)
     assert line is not None
@@ -98,11 +98,12 @@ def test_what_is_measured_and_what_is_made_in_python_drafts_when_asked_alone(
 def test_named_it_takes_the_options_given_and_its_own_for_the_rest(with_head: Path, tiny_folder: Path) -> None:
     speculative = configured(tiny_folder, spec_model="shipped", num_speculative_tokens="2").speculative
     assert speculative == SpeculativeConfig(
-        method="mtp", model="shipped", num_speculative_tokens=2, draft_length="adaptive"
+        method="mtp", model="shipped", num_speculative_tokens=2, draft_length="adaptive", prompt_lookup=True
     )
-    whole = '{"method": "mtp", "model": "shipped", "draft_length": "fixed"}'
+    whole = '{"method": "mtp", "model": "shipped", "draft_length": "fixed", "prompt_lookup": false}'
     speculative = configured(tiny_folder, speculative_config=whole).speculative
     assert (speculative.num_speculative_tokens, speculative.draft_length) == (3, "fixed")
+    assert not speculative.prompt_lookup
 
 
 def test_heads_come_before_draft_models_and_both_can_be_named(

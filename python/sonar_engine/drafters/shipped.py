@@ -63,8 +63,9 @@ def resolve_drafter(name: str, target: str, method: Method) -> ResolvedModel:
 def with_shipped_drafter(config: EngineConfig, draft_length: DraftLength) -> EngineConfig:
     """The configuration with what came for its model, where no drafting is configured and there is such a thing.
 
-    Where it is configured as `SHIPPED`, or not at all, `draft_length` and the number of drafts it was trained for hold
-    unless they were given. With a tokenizer from elsewhere nothing came for the model. Raises as `resolve_drafter`.
+    Where it is configured as `SHIPPED`, or not at all, `draft_length`, the number of drafts it was trained for and, for
+    a head, look-ups beside it hold unless they were given. With a tokenizer from elsewhere nothing came for the model.
+    Raises as `resolve_drafter`.
     """
     given = config.speculative
     if "speculative" not in config.model_fields_set:
@@ -76,6 +77,8 @@ def with_shipped_drafter(config: EngineConfig, draft_length: DraftLength) -> Eng
     if drafter is None:
         return config
     own: dict[str, Any] = {"num_speculative_tokens": drafter.num_steps, "draft_length": draft_length}
+    if drafter.method == "mtp":
+        own["prompt_lookup"] = True
     named = {"method": drafter.method, "model": SHIPPED}
     speculative = SpeculativeConfig(**{**own, **given.model_dump(exclude_unset=True), **named})
     return config.model_copy(update={"speculative": speculative})
