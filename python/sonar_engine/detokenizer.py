@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from sonar_engine.drafted_text import DraftedText, Ranges
 from sonar_engine.types import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -33,12 +34,13 @@ class TextDelta(msgspec.Struct, frozen=True):
     """New text of one sequence.
 
     `num_tokens` counts the given tokens that belong to the output: fewer than given only when `stop`, the stop
-    string, was completed inside them.
+    string, was completed inside them. `drafted` are the characters of `text` that were drafted, None if not asked for.
     """
 
     text: str
     num_tokens: int
     stop: str | None = None
+    drafted: Ranges | None = None
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -81,6 +83,11 @@ class _ByteLevelText:
             return ""
         return self._decoder.decode(byte_level_token(self._raw, token_id))
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the tokens end inside a character."""
+        return bool(self._decoder.getstate()[0])
+
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -113,6 +120,10 @@ class _WindowText:
             del self._ids[: self._num_given]
             self._num_given, self._given = len(self._ids), self._decode()
         return delta
+
+    @property
+    def unfinished(self) -> bool:
+        return self._num_given < len(self._ids)
 
     def flush(self) -> str:
         return self._decode()[len(self._given) :]
@@ -173,10 +184,11 @@ class IncrementalDetokenizer:
     """One sequence's text.
 
     `params` gives the stop strings, whether they stay in the text, `min_tokens` (a stop string completed by an
-    earlier token is ordinary text), and whether special tokens are skipped.
+    earlier token is ordinary text), and whether special tokens are skipped. With `mark_drafted` every delta says
+    which of its characters were drafted.
     """
 
-    def __init__(self, tokenizer: DetokenizingTokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: DetokenizingTokenizer, params: SamplingParams, *, mark_drafted: bool = False) -> None:
         raw = tokenizer.raw
         skipped = frozenset(tokenizer.special_ids) if params.skip_special_tokens else frozenset[int]()
         self._text = _ByteLevelText(raw, skipped) if is_byte_level(raw) else _WindowText(raw, skipped)
@@ -184,13 +196,16 @@ class IncrementalDetokenizer:
         self._min_tokens = params.min_tokens
         self._keep_stop_token = params.include_stop_str_in_output
         self._num_tokens = 0
+        self._skipped = skipped
+        self._drafted = DraftedText() if mark_drafted else None
 
-    def add(self, token_ids: list[int], finish_reason: FinishReason | None = None) -> TextDelta:
+    def add(self, token_ids: list[int], finish_reason: FinishReason | None = None, num_drafted: int = 0) -> TextDelta:
         """Take the next tokens, several at once, and give the text that is certain by now.
 
         With a `finish_reason` they are the last ones and all held text comes out. Reason "stop" means that the
         last token is the stop token: its own text is left out unless the stop is to be included. When a stop
         string is completed, text and count end there and the detokenizer must not be used again.
+        The first `num_drafted` tokens were drafts.
         """
         parts: list[str] = []
         spoken = len(token_ids)
@@ -198,16 +213,27 @@ class IncrementalDetokenizer:
             spoken -= 1
         for index, token_id in enumerate(token_ids[: max(spoken, 0)]):
             self._num_tokens += 1
-            stop = self._emit(self._text.push(token_id), parts)
+            text = self._text.push(token_id)
+            if self._drafted is not None and token_id not in self._skipped:
+                self._drafted.push(len(text), index < num_drafted, self._text.unfinished)
+            stop = self._emit(text, parts)
             if stop is not None:
-                return TextDelta("".join(parts), index + 1, stop)
+                return self._delta(parts, index + 1, stop)
         if finish_reason is not None:
-            stop = self._emit(self._text.flush(), parts)
+            text = self._text.flush()
+            if self._drafted is not None:
+                self._drafted.flush(len(text))
+            stop = self._emit(text, parts)
             if stop is not None:
-                return TextDelta("".join(parts), len(token_ids), stop)
+                return self._delta(parts, len(token_ids), stop)
             if self._stops is not None:
                 parts.append(self._stops.flush())
-        return TextDelta("".join(parts), len(token_ids))
+        return self._delta(parts, len(token_ids))
+
+    def _delta(self, parts: list[str], num_tokens: int, stop: str | None = None) -> TextDelta:
+        text = "".join(parts)
+        drafted = None if self._drafted is None else self._drafted.release(len(text))
+        return TextDelta(text, num_tokens, stop, drafted)
 
     def _emit(self, delta: str, parts: list[str]) -> str | None:
         """Append what `delta` makes certain to `parts`; the stop string it completes, if any."""

@@ -47,7 +47,7 @@ class StepEvents(msgspec.Struct, frozen=True):
     finish: bytes  # int32 [E], index in FINISH_REASONS
     stop_tokens: bytes  # int32 [E], the user's stop token that ended it, -1 for none
     num_drafted: bytes  # int32 [E], draft tokens verified for it in this step
-    num_accepted: bytes  # int32 [E]
+    num_accepted: bytes  # int32 [E], of these; they come first among the tokens, and may go beyond a stop
     num_cached: bytes  # int32 [E], prompt tokens found in the prefix cache at admission
     num_preemptions: bytes  # int32 [E], so far
     tokens: bytes  # int32 [N]
@@ -189,6 +189,7 @@ class OutputCollector:
                 RequestOutput(
                     request_id=request_id,
                     token_ids=tokens[span],
+                    num_accepted=accepted,
                     logprobs=_logprobs(events.logprobs, span, tracked.params),
                     finish_reason=FINISH_REASONS[finish],
                     stop_reason=stop if stop >= 0 else None,

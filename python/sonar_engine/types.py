@@ -88,10 +88,12 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one sequence after one step; `finish_reason` is set on the last one.
 
     `stop_reason` is the stop token's id when a user's stop token ended it, None for EOS.
+    The first `num_accepted` tokens were drafts; a stop may have left fewer tokens than that.
     """
 
     request_id: int
     token_ids: list[int]
+    num_accepted: int = 0
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sonar_engine.drafted_text import Ranges, append_range
 from sonar_engine.server.choice import Choice, ChoiceDelta
 from sonar_engine.server.generation import Generation
 from sonar_engine.server.protocol import GenerationRequest
@@ -51,6 +52,10 @@ class Answer:
     def logprobs(self, choice: Choice, ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any]:
         raise NotImplementedError
 
+    def num_echoed(self, choice: Choice) -> int:
+        """Characters that a whole answer has before the generated text."""
+        return 0
+
     # Streaming
 
     def chunk(self, index: int, content: bytes, extra: bytes, finish: bytes) -> bytes:
@@ -60,15 +65,15 @@ class Answer:
         return b'%s{"index":%d,%s%s,"finish_reason":%s}]%s' % (self._head, index, content, extra, finish, self._tail)
 
     def token_members(self, choice: Choice, delta: ChoiceDelta) -> bytes:
-        """Log-probabilities and ids of the chunk's tokens; those without text wait for the next text or the end."""
+        """What the chunk says of its text and tokens; tokens without text wait for the next text or the end."""
+        members = b"" if delta.drafted is None or not delta.text else b',"drafted":' + encode(delta.drafted)
         if delta.logprobs is None and not self._with_ids:
-            return b""
+            return members
         ids, entries = self._held.pop(choice.index, ([], []))
         ids, entries = ids + delta.token_ids, entries + (delta.logprobs or [])
         if not delta.text and not delta.last:
             self._held[choice.index] = (ids, entries)
-            return b""
-        members = b""
+            return members
         if delta.logprobs is not None and ids:
             members += b',"logprobs":' + encode(self.logprobs(choice, ids, entries))
         if self._with_ids and ids:
@@ -91,31 +96,47 @@ class Answer:
     async def whole(self) -> bytes:
         """The JSON of the finished answer."""
         choices = self.generation.choices
-        texts: list[list[str]] = [[] for _ in choices]
-        ids: list[list[int]] = [[] for _ in choices]
-        entries: list[list[TokenLogprobs]] = [[] for _ in choices]
+        parts = [_Parts(self.num_echoed(choice)) for choice in choices]
         async for deltas in self.generation.deltas():
             for choice, delta in deltas:
-                texts[choice.index].append(delta.text)
-                ids[choice.index] += delta.token_ids
-                entries[choice.index] += delta.logprobs or []
+                parts[choice.index].add(delta)
         answer: dict[str, Any] = {"id": self.generation.response_id, "object": self.whole_object, **self._common}
-        answer["choices"] = [
-            self._whole_choice(choice, "".join(texts[choice.index]), ids[choice.index], entries[choice.index])
-            for choice in choices
-        ]
+        answer["choices"] = [self._whole_choice(choice, parts[choice.index]) for choice in choices]
         answer["usage"] = self.generation.usage()
         if self._with_metrics:
             answer["metrics"] = self.generation.metrics()
         return encode(answer)
 
-    def _whole_choice(self, choice: Choice, text: str, ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any]:
+    def _whole_choice(self, choice: Choice, parts: _Parts) -> dict[str, Any]:
         asked = choice.params.logprobs is not None
-        result = self.whole_choice(choice, text) | {
-            "logprobs": self.logprobs(choice, ids, entries) if asked else None,
+        result = self.whole_choice(choice, "".join(parts.texts)) | {
+            "logprobs": self.logprobs(choice, parts.ids, parts.entries) if asked else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
         if self._with_ids:
-            result |= {"token_ids": ids, "prompt_token_ids": choice.prompt}
+            result |= {"token_ids": parts.ids, "prompt_token_ids": choice.prompt}
+        if parts.drafted is not None:
+            result["drafted"] = parts.drafted
         return result
+
+
+class _Parts:
+    """What a whole answer's choice is put together from; its text starts after `num_chars` others."""
+
+    def __init__(self, num_chars: int) -> None:
+        self.texts: list[str] = []
+        self.ids: list[int] = []
+        self.entries: list[TokenLogprobs] = []
+        self.drafted: Ranges | None = None
+        self._num_chars = num_chars
+
+    def add(self, delta: ChoiceDelta) -> None:
+        self.texts.append(delta.text)
+        self.ids += delta.token_ids
+        self.entries += delta.logprobs or []
+        if delta.drafted is not None:
+            self.drafted = [] if self.drafted is None else self.drafted
+            for start, end in delta.drafted:
+                append_range(self.drafted, self._num_chars + start, self._num_chars + end)
+        self._num_chars += len(delta.text)

@@ -25,7 +25,10 @@ async def prepare_chat(request: ChatRequest, state: ServerState, tokenizer: Toke
     prompt = truncated(prompt, request.truncate_prompt_tokens, state.info)
     max_field = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     params = validated(params, state.info, len(prompt), max_field)
-    choices = [Choice(index, prompt, for_choice(params, index), tokenizer) for index in range(n)]
+    mark_drafted = bool(request.return_drafted)
+    choices = [
+        Choice(index, prompt, for_choice(params, index), tokenizer, mark_drafted=mark_drafted) for index in range(n)
+    ]
     generation = Generation(state, f"chatcmpl-{uuid.uuid4().hex}", choices, len(prompt))
     return ChatAnswer(request, generation, state, tokenizer)
 

@@ -5,23 +5,36 @@ from __future__ import annotations
 import msgspec
 
 from sonar_engine.detokenizer import IncrementalDetokenizer
+from sonar_engine.drafted_text import Ranges
 from sonar_engine.tokenizer import Tokenizer
 from sonar_engine.types import FinishReason, RequestMetrics, RequestOutput, SamplingParams, TokenLogprobs
 
 
 class ChoiceDelta(msgspec.Struct):
-    """What one output added; nothing follows the `last`. `logprobs` has an entry a token when they were asked for."""
+    """What one output added; nothing follows the `last`.
+
+    `logprobs` has an entry a token, and `drafted` the ranges of the text that were drafted, when they were asked for.
+    """
 
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     last: bool
+    drafted: Ranges | None = None
 
 
 class Choice:
     """`index` is the choice's place in the response, `prompt` the ids it continues."""
 
-    def __init__(self, index: int, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        *,
+        mark_drafted: bool = False,
+    ) -> None:
         self.index = index
         self.prompt = prompt
         self.params = params
@@ -30,7 +43,7 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.metrics: RequestMetrics | None = None
-        self._detokenizer = IncrementalDetokenizer(tokenizer, params)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params, mark_drafted=mark_drafted)
 
     @property
     def ended(self) -> bool:
@@ -41,7 +54,7 @@ class Choice:
         self.metrics = output.metrics or self.metrics
         if self.ended:
             return None
-        delta = self._detokenizer.add(output.token_ids, output.finish_reason)
+        delta = self._detokenizer.add(output.token_ids, output.finish_reason, output.num_accepted)
         token_ids, logprobs = output.token_ids, output.logprobs
         if delta.stop is not None:
             self.finish_reason, self.stop_reason = "stop", delta.stop
@@ -50,4 +63,4 @@ class Choice:
         elif output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         self.num_tokens += len(token_ids)
-        return ChoiceDelta(delta.text, token_ids, logprobs, self.ended)
+        return ChoiceDelta(delta.text, token_ids, logprobs, self.ended, delta.drafted)

@@ -38,7 +38,10 @@ async def prepare_completion(request: CompletionRequest, state: ServerState, tok
     own = validated(params, state.info, 0 if 0 in sizes else max(sizes))  # what suits the longest suits all
     choices: list[Choice] = []
     for prompt in prompts:
-        choices += [Choice(len(choices) + i, prompt, for_choice(own, i), tokenizer) for i in range(n)]
+        choices += [
+            Choice(len(choices) + i, prompt, for_choice(own, i), tokenizer, mark_drafted=bool(request.return_drafted))
+            for i in range(n)
+        ]
     generation = Generation(state, f"cmpl-{uuid.uuid4().hex}", choices, sum(sizes))
     return CompletionAnswer(request, generation, state, tokenizer)
 
@@ -77,6 +80,9 @@ class CompletionAnswer(Answer):
 
     def whole_choice(self, choice: Choice, text: str) -> dict[str, Any]:
         return {"index": choice.index, "text": self._echo(choice) + text}
+
+    def num_echoed(self, choice: Choice) -> int:
+        return len(self._echo(choice))
 
     def logprobs(self, choice: Choice, ids: list[int], entries: list[TokenLogprobs]) -> dict[str, Any]:
         tokenizer = self._tokenizer

@@ -105,6 +105,7 @@ class GenerationRequest(Strict):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_metrics: bool | None = None
+    return_drafted: bool | None = None
     speculative: Speculative | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

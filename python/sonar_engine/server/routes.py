@@ -120,6 +120,8 @@ def text_routes(state: ServerState) -> APIRouter:
             "owned_by": "sonar",
             "root": state.info.model_name,
             "max_model_len": state.info.max_model_len,
+            "drafter": state.info.drafter,
+            "num_speculative_tokens": state.info.num_speculative_tokens,
         }
 
     @router.get("/v1/models")

@@ -27,7 +27,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`echo` replays the prompt and ends with EOS; otherwise letters follow from the prompt, seed and position."""
 
     echo: bool = False
-    tokens_per_step: int = 1  # the first is the target's own, the rest count as accepted drafts
+    tokens_per_step: int = 1  # the last is the target's own, those before it count as accepted drafts
     drafts_per_step: int | None = None  # None: all drafts were accepted
     step_seconds: float = 0.0
     prefill_steps: int = 1
