@@ -16,16 +16,17 @@ from sonar_engine.device import Device, open_device
 from sonar_engine.drafters.base import Drafter
 from sonar_engine.drafters.registry import DrafterContext, DrafterMethod, drafter_method
 from sonar_engine.errors import EngineDeadError, InvalidRequestError, StaleStepError
-from sonar_engine.events import LogprobColumns, StepEvents
+from sonar_engine.events import StepEvents
 from sonar_engine.generation import Generation
 from sonar_engine.model_runner import ModelRunner
 from sonar_engine.models.model_config import ModelConfig
 from sonar_engine.models.registry import ResolvedModel, resolve_model
+from sonar_engine.sampling.prompt_scores import PromptScorer
 from sonar_engine.sampling.state import SamplingState
 from sonar_engine.sampling.validation import validate
 from sonar_engine.schedules.orders import SCHEDULES
 from sonar_engine.schedules.planner import StepPlanner
-from sonar_engine.schedules.stages import Machine, StepInFlight, commit, plan
+from sonar_engine.schedules.stages import Committed, Machine, StepInFlight, commit, plan
 from sonar_engine.schedules.step_costs import CostRequests, measure_step_costs
 from sonar_engine.step_buffers import StepBuffers
 from sonar_engine.step_statistics import StepStatistics
@@ -94,6 +95,7 @@ class Engine:
             drafter=drafter,
             sampling=self._sampling,
             verifier=Verifier(self._sampling, runner.cpu_kernels, self.config.speculative),
+            scorer=PromptScorer(self.config.max_num_seqs, self.info.vocab_size),
             statistics=self._statistics,
             admit=self._admit,
         )
@@ -120,7 +122,7 @@ class Engine:
                 stop_token_ids=np.asarray(params.stop_token_ids, np.int32),
                 ignore_eos=params.ignore_eos,
                 priority=params.priority,
-                cache_salt=params.cache_salt.encode() if params.cache_salt is not None else None,
+                cache_salt=_cache_salt(request_id, params),
                 num_speculative_tokens=self._most_drafts(params),
             )
         except Exception:
@@ -182,7 +184,7 @@ class Engine:
         (step, planned_at), self._in_flight = self._in_flight, None
         with self._reverting(step.batch.step_id):
             done = commit(self._machine, step)
-        return self._events_of(done.events, done.logprobs, done.admitted, planned_at) or StepEvents.none()
+        return self._events_of(done.events, done, planned_at) or StepEvents.none()
 
     @contextmanager
     def _reverting(self, step_id: int) -> Iterator[None]:
@@ -200,20 +202,19 @@ class Engine:
         history = self._scheduler.request_tokens(request_id)
         num_prompt = self._scheduler.num_prompt_tokens(request_id)
         self._sampling.admit(slot, params, history[:num_prompt], history[num_prompt:], params_seed=seed)
+        self._machine.scorer.admit(slot, request_id, params, num_prompt)
         self._drafter.admit(slot, request_id, self._most_drafts(params))
 
     def _events_of(
-        self,
-        events: Events | None,
-        logprobs: LogprobColumns | None = None,
-        admitted: np.ndarray | None = None,
-        admitted_at: float = 0.0,
+        self, events: Events | None, done: Committed | None = None, admitted_at: float = 0.0
     ) -> StepEvents | None:
         if events is None:
             return None
         for request_id in events.request_ids[events.finish != 0].tolist():
             self._params.pop(request_id, None)
-        return StepEvents.of(events, logprobs, admitted, admitted_at)
+        if done is None:
+            return StepEvents.of(events)
+        return StepEvents.of(events, done.logprobs, done.prompts, done.admitted, admitted_at)
 
     def _most_drafts(self, params: SamplingParams) -> int:
         config = self.config.speculative
@@ -379,6 +380,13 @@ def _build_scheduler(config: EngineConfig, runner: ModelRunner, info: EngineInfo
         page_hash_covers_next_token=method.needs_hidden != "none",
         speculate_in_mixed_batches=config.speculative.speculate_in_mixed_batches,
     )
+
+
+def _cache_salt(request_id: int, params: SamplingParams) -> bytes | None:
+    """A prompt that is scored has to be computed: it shares its pages with nobody, under a salt that is no UTF-8."""
+    if params.prompt_logprobs is not None:
+        return b"\xff%d" % request_id
+    return None if params.cache_salt is None else params.cache_salt.encode()
 
 
 def _as_tokens(prompt: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:

@@ -38,6 +38,15 @@ class LogprobColumns(msgspec.Struct, frozen=True):
     width: int  # M
 
 
+class PromptColumns(msgspec.Struct, frozen=True):
+    """Log-probabilities of stretches of prompts, one a request. R = requests, N = positions of all of them."""
+
+    request_ids: bytes  # int64 [R]
+    firsts: bytes  # int32 [R], entry 0 is that of a prompt's second token
+    lengths: bytes  # int32 [R]
+    entries: LogprobColumns  # [N]
+
+
 class StepEvents(msgspec.Struct, frozen=True):
     """Columns of one commit. E = events, N = tokens of all of them. At most one event a request and step."""
 
@@ -54,10 +63,16 @@ class StepEvents(msgspec.Struct, frozen=True):
     admitted_ids: bytes = b""  # int64 [A], requests that entered a slot with this step
     admitted_at: float = 0.0  # monotonic seconds when the step was planned
     logprobs: LogprobColumns | None = None
+    prompts: PromptColumns | None = None
 
     @classmethod
     def of(
-        cls, events: Events, logprobs: LogprobColumns | None, admitted: np.ndarray | None, admitted_at: float
+        cls,
+        events: Events,
+        logprobs: LogprobColumns | None = None,
+        prompts: PromptColumns | None = None,
+        admitted: np.ndarray | None = None,
+        admitted_at: float = 0.0,
     ) -> StepEvents:
         """The scheduler's columns, as of now."""
         return cls(
@@ -74,6 +89,7 @@ class StepEvents(msgspec.Struct, frozen=True):
             admitted_ids=b"" if admitted is None else admitted.tobytes(),
             admitted_at=admitted_at,
             logprobs=logprobs,
+            prompts=prompts,
         )
 
     @classmethod
@@ -98,6 +114,7 @@ class _Tracked:
     num_cached: int = 0
     num_preemptions: int = 0
     histogram: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # until the first token
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         if drafted == 0:
@@ -156,6 +173,8 @@ class OutputCollector:
             tracked = self._tracked.get(request_id)
             if tracked is not None and tracked.admitted_at is None:
                 tracked.admitted_at = events.admitted_at
+        if events.prompts is not None:
+            self._keep_prompts(events.prompts)
         request_ids = np.frombuffer(events.request_ids, np.int64).tolist()
         columns = [
             np.frombuffer(column, np.int32).tolist()
@@ -181,6 +200,9 @@ class OutputCollector:
                 continue
             tracked.count_drafts(drafted, accepted)
             tracked.num_cached, tracked.num_preemptions = cached, preemptions
+            prompt_logprobs = None
+            if count and tracked.first_token_at is None and tracked.params.prompt_logprobs is not None:
+                prompt_logprobs, tracked.prompt_logprobs = tracked.prompt_logprobs, []
             if count:
                 tracked.first_token_at = tracked.first_token_at or events.now
                 tracked.last_token_at = events.now
@@ -190,7 +212,8 @@ class OutputCollector:
                     request_id=request_id,
                     token_ids=tokens[span],
                     num_accepted=accepted,
-                    logprobs=_logprobs(events.logprobs, span, tracked.params),
+                    logprobs=_asked(events.logprobs, span, tracked.params.logprobs),
+                    prompt_logprobs=prompt_logprobs,
                     finish_reason=FINISH_REASONS[finish],
                     stop_reason=stop if stop >= 0 else None,
                     metrics=tracked.metrics(events.now) if finished else None,
@@ -200,16 +223,33 @@ class OutputCollector:
                 del self._tracked[request_id]
         return outputs
 
+    def _keep_prompts(self, prompts: PromptColumns) -> None:
+        """A request that was preempted in its prompt has a stretch of it once more: the same again."""
+        request_ids = np.frombuffer(prompts.request_ids, np.int64).tolist()
+        firsts = np.frombuffer(prompts.firsts, np.int32).tolist()
+        lengths = np.frombuffer(prompts.lengths, np.int32).tolist()
+        start = 0
+        for request_id, first, length in zip(request_ids, firsts, lengths, strict=True):
+            tracked = self._tracked.get(request_id)
+            if tracked is not None and tracked.first_token_at is None and tracked.params.prompt_logprobs is not None:
+                span = slice(start, start + length)
+                entries = _entries(prompts.entries, span, tracked.params.prompt_logprobs)
+                tracked.prompt_logprobs[first : first + length] = entries
+            start += length
 
-def _logprobs(columns: LogprobColumns | None, span: slice, params: SamplingParams) -> list[TokenLogprobs] | None:
-    if params.logprobs is None:
+
+def _asked(columns: LogprobColumns | None, span: slice, num_top: int | None) -> list[TokenLogprobs] | None:
+    if num_top is None:
         return None
-    if columns is None or span.start == span.stop:
-        return []
+    return [] if columns is None or span.start == span.stop else _entries(columns, span, num_top)
+
+
+def _entries(columns: LogprobColumns, span: slice, num_top: int) -> list[TokenLogprobs]:
+    """The rows `span` with `num_top` top entries each."""
     every = np.frombuffer(columns.logprobs, np.float32)
     shape = (len(every), columns.width)
-    top_ids = np.frombuffer(columns.top_ids, np.int32).reshape(shape)[span, : params.logprobs]
-    top = np.frombuffer(columns.top_logprobs, np.float32).reshape(shape)[span, : params.logprobs]
+    top_ids = np.frombuffer(columns.top_ids, np.int32).reshape(shape)[span, :num_top]
+    top = np.frombuffer(columns.top_logprobs, np.float32).reshape(shape)[span, :num_top]
     chosen = every[span].tolist()
     ranks = np.frombuffer(columns.ranks, np.int32)[span].tolist()
     return [

@@ -187,6 +187,7 @@ class _Sequence:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._prompt_logprobs: list[TokenLogprobs] | None = None
         self._stop: str | None = None  # the stop string that ended it before the engine did
         self._last: RequestOutput | None = None
 
@@ -196,6 +197,8 @@ class _Sequence:
         self._last = output
         if output is None or self._stop is not None:
             return
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
         delta = self._detokenizer.add(output.token_ids, output.finish_reason)
         self._token_ids += output.token_ids[: delta.num_tokens]
         if self._logprobs is not None:
@@ -220,5 +223,6 @@ class _Sequence:
             finish_reason="stop" if self._stop is not None else last.finish_reason,
             stop_reason=self._stop if self._stop is not None else last.stop_reason,
             logprobs=self._logprobs,
+            prompt_logprobs=self._prompt_logprobs,
             metrics=last.metrics,
         )

@@ -14,7 +14,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `temperature` 0 is greedy (argmax, lowest id on ties). `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
     `seed` makes every token a pure function of (seed, output position, processed logits).
-    `logprobs` is the number of top entries to report beside the sampled token's own (None: none at all).
+    `logprobs` is the number of top entries to report beside the sampled token's own (None: none at all),
+    `prompt_logprobs` the same for the prompt's tokens from the second on.
     """
 
     temperature: float = 1.0
@@ -35,6 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     speculative_enabled: bool = True
     num_speculative_tokens: int | None = None  # a cap below the engine's own; None: the engine's
@@ -87,14 +89,16 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one sequence after one step; `finish_reason` is set on the last one.
 
-    `stop_reason` is the stop token's id when a user's stop token ended it, None for EOS.
-    The first `num_accepted` tokens were drafts; a stop may have left fewer tokens than that.
+    `stop_reason` is the stop token's id when a user's stop token ended it, None for EOS. The first `num_accepted`
+    tokens were drafts; a stop may have left fewer tokens than that. `prompt_logprobs` come with the first tokens, an
+    entry for each token of the prompt but the first.
     """
 
     request_id: int
     token_ids: list[int]
     num_accepted: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics | None = None
@@ -153,4 +157,5 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     stop_reason: int | str | None
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt's tokens from the second on
     metrics: RequestMetrics

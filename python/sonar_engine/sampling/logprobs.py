@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,8 +21,7 @@ class RawLogits:
     width: int  # top entries of the widest request, at least 1
 
 
-@dataclass(frozen=True)
-class LogprobTensors:
+class LogprobTensors(NamedTuple):
     """Per sampled row. S = sampled rows, M = top entries of the widest request; rows that asked for none hold 0."""
 
     logprobs: torch.Tensor  # fp32 [S]
@@ -43,16 +43,22 @@ def keep_raw(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> Ra
 def compute(raw: RawLogits, rows: SampleRows, verdict: Verdict) -> LogprobTensors:
     """What the emitted tokens, and the most likely ones, had as log-probability."""
     offsets = rows.offsets[raw.index]
-    tokens = verdict.tokens[rows.reqs[raw.index], offsets].long().clamp_(min=0)[:, None]
-    log_total = raw.logits.logsumexp(dim=1, keepdim=True)
-    chosen = raw.logits.gather(1, tokens)
-    top = raw.logits.topk(raw.width, dim=1)
+    tokens = verdict.tokens[rows.reqs[raw.index], offsets].long().clamp_(min=0)
+    found = logprobs_of(raw.logits, tokens, raw.width)
     num_rows = rows.uses.shape[0]
+    return LogprobTensors(*(_spread(values, raw.index, num_rows) for values in found))
+
+
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, width: int) -> LogprobTensors:
+    """Of row i's `tokens[i]` (int64 [n]) and of its `width` most likely tokens, from logits fp32 [n, V]."""
+    log_total = logits.logsumexp(dim=1, keepdim=True)
+    chosen = logits.gather(1, tokens[:, None])
+    top = logits.topk(width, dim=1)
     return LogprobTensors(
-        logprobs=_spread((chosen - log_total)[:, 0], raw.index, num_rows),
-        ranks=_spread(((raw.logits > chosen).sum(dim=1) + 1).to(torch.int32), raw.index, num_rows),
-        top_ids=_spread(top.indices.to(torch.int32), raw.index, num_rows),
-        top_logprobs=_spread(top.values - log_total, raw.index, num_rows),
+        logprobs=(chosen - log_total)[:, 0],
+        ranks=((logits > chosen).sum(dim=1) + 1).to(torch.int32),
+        top_ids=top.indices.to(torch.int32),
+        top_logprobs=top.values - log_total,
     )
 
 

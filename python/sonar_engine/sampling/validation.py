@@ -75,8 +75,9 @@ def _check_shape(params: SamplingParams, max_logprobs: int) -> None:
     _number("frequency_penalty", params.frequency_penalty, -2, 2)
     if params.seed is not None:
         _integer("seed", params.seed, -_INT64, _INT64 - 1)
-    if params.logprobs is not None:
-        _integer("logprobs", params.logprobs, 0, max_logprobs)
+    for field in ("logprobs", "prompt_logprobs"):
+        if getattr(params, field) is not None:
+            _integer(field, getattr(params, field), 0, max_logprobs)
     if params.num_speculative_tokens is not None:
         _integer("num_speculative_tokens", params.num_speculative_tokens, 0, _INT32 - 1)
     _integer("priority", params.priority, -_INT32, _INT32 - 1)

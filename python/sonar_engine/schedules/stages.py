@@ -12,9 +12,10 @@ import torch
 from sonar_engine._scheduler import Events, Scheduler
 from sonar_engine.device import Device, HostCopy
 from sonar_engine.drafters.base import Draft, Drafter, Verdict
-from sonar_engine.events import LogprobColumns
+from sonar_engine.events import LogprobColumns, PromptColumns
 from sonar_engine.model_runner import ModelRunner
 from sonar_engine.sampling.logprobs import LogprobTensors
+from sonar_engine.sampling.prompt_scores import PromptScorer, PromptScores, PromptSpans
 from sonar_engine.sampling.state import SamplingState
 from sonar_engine.schedules.planner import StepPlanner
 from sonar_engine.step_buffers import BatchMetadata, StepBuffers
@@ -34,6 +35,7 @@ class Machine:
     drafter: Drafter
     sampling: SamplingState
     verifier: Verifier
+    scorer: PromptScorer
     statistics: StepStatistics
     admit: Callable[[int, int], None]  # (slot, request id): fills the slot's state
 
@@ -52,6 +54,7 @@ class Verified:
     hidden: torch.Tensor  # [T, H]
     verdict: Verdict
     logprobs: LogprobTensors | None
+    prompts: PromptScores | None
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class StepInFlight:
 
     batch: BatchMetadata
     verdict: Verdict
-    results: HostCopy  # num_emitted, tokens, then the fields of LogprobTensors where there are any
+    results: HostCopy  # num_emitted, tokens, then the fields of LogprobTensors: of the output, of prompts, if any
+    prompts: PromptSpans | None
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Committed:
 
     events: Events
     logprobs: LogprobColumns | None
+    prompts: PromptColumns | None
     admitted: np.ndarray  # int64 [A], ids of requests that entered a slot with it
 
 
@@ -99,18 +104,20 @@ def verify(machine: Machine, batch: BatchMetadata, draft: Draft | None) -> Verif
     with machine.stage("verify", "verify"):
         hidden = machine.runner.forward(batch, draft)  # [T, H]
         logits = machine.runner.logits(hidden, batch.sample_rows)  # [S, V] fp32
-        return Verified(hidden, *machine.verifier.verify(logits, batch, draft))
+        verdict, logprobs = machine.verifier.verify(logits, batch, draft)
+        return Verified(hidden, verdict, logprobs, machine.scorer.score(batch, hidden, machine.runner.logits))
 
 
 def fetch(machine: Machine, batch: BatchMetadata, verified: Verified) -> StepInFlight:
     """Starts the one copy of the step to the host. It waits for the verdict, not for what is queued behind it."""
     with machine.stage("fetch", "verify"):
-        verdict, logprobs = verified.verdict, verified.logprobs
-        tensors = [verdict.num_emitted, verdict.tokens]
-        if logprobs is not None:
-            tensors += [logprobs.logprobs, logprobs.ranks, logprobs.top_ids, logprobs.top_logprobs]
+        verdict, prompts = verified.verdict, verified.prompts
+        tensors = [verdict.num_emitted, verdict.tokens, *(verified.logprobs or ())]
+        if prompts is not None:
+            tensors += prompts.entries
         results = machine.device.copy_to_host(tensors)
-        return StepInFlight(batch, replace(verdict, on_host=results), results)
+        verdict = replace(verdict, on_host=results)
+        return StepInFlight(batch, verdict, results, None if prompts is None else prompts.spans)
 
 
 def ingest(machine: Machine, step: StepInFlight, hidden: torch.Tensor) -> None:
@@ -123,18 +130,20 @@ def commit(machine: Machine, step: StepInFlight) -> Committed:
     """Lengths, pages and stop rules by the verdict, as soon as it is on the host; then the next plan may start."""
     with machine.stage("wait", "verify"):
         num_emitted, tokens, *logprobs = step.results.wait()
+        of_output, of_prompts = (logprobs, []) if step.prompts is None else (logprobs[:-4], logprobs[-4:])
     with machine.stage("commit", "commit"):
         seconds = machine.statistics.end_step()
         events = machine.scheduler.commit(step.batch.step_id, num_emitted, tokens, seconds)
         machine.planner.start()
         machine.sampling.observe(step.batch, step.verdict)
         machine.statistics.count(step.batch, events)
-        columns = _logprob_columns(logprobs, step.batch, events) if logprobs else None
+        columns = _output_columns(of_output, step.batch, events) if of_output else None
+        prompts = None if step.prompts is None else _prompt_columns(of_prompts, step.prompts)
         admitted = np.array([request_id for _, request_id in step.batch.admitted], np.int64)
-    return Committed(events, columns, admitted)
+    return Committed(events, columns, prompts, admitted)
 
 
-def _logprob_columns(logprobs: list[np.ndarray], batch: BatchMetadata, events: Events) -> LogprobColumns:
+def _output_columns(logprobs: list[np.ndarray], batch: BatchMetadata, events: Events) -> LogprobColumns:
     """The fields of LogprobTensors, [S] or [S, M], in the order of `events.tokens`.
 
     An event's tokens sit at its row's first samples.
@@ -144,7 +153,20 @@ def _logprob_columns(logprobs: list[np.ndarray], batch: BatchMetadata, events: E
     ends = np.cumsum(num_tokens)
     within = np.arange(len(events.tokens)) - np.repeat(ends - num_tokens, num_tokens)
     rows = np.repeat(starts, num_tokens) + within
-    chosen, ranks, top_ids, top_logprobs = (field[rows] for field in logprobs)
+    return _columns([field[rows] for field in logprobs])
+
+
+def _prompt_columns(logprobs: list[np.ndarray], spans: PromptSpans) -> PromptColumns:
+    return PromptColumns(
+        request_ids=spans.request_ids.tobytes(),
+        firsts=spans.firsts.tobytes(),
+        lengths=spans.lengths.tobytes(),
+        entries=_columns(logprobs),
+    )
+
+
+def _columns(logprobs: list[np.ndarray]) -> LogprobColumns:
+    chosen, ranks, top_ids, top_logprobs = logprobs
     return LogprobColumns(
         logprobs=chosen.tobytes(),
         ranks=ranks.tobytes(),

@@ -10,6 +10,7 @@ import msgspec
 from sonar_engine.drafted_text import Ranges, append_range
 from sonar_engine.server.choice import Choice, ChoiceDelta
 from sonar_engine.server.generation import Generation
+from sonar_engine.server.logprobs import prompt_logprobs
 from sonar_engine.server.protocol import GenerationRequest
 from sonar_engine.server.state import ServerState
 from sonar_engine.tokenizer import Tokenizer
@@ -23,12 +24,14 @@ class Answer:
 
     whole_object = ""
     chunk_object = ""
+    one_prompt = False  # all choices have the same, so that what it gives is the answer's and not a choice's
 
     def __init__(
         self, request: GenerationRequest, generation: Generation, state: ServerState, tokenizer: Tokenizer
     ) -> None:
         self.generation = generation
         self._tokenizer = tokenizer
+        self._with_prompt_logprobs = request.prompt_logprobs is not None
         self._with_ids = bool(request.return_token_ids)
         self._with_metrics = bool(request.return_metrics) or state.config.per_request_metrics
         self._with_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
@@ -96,21 +99,26 @@ class Answer:
     async def whole(self) -> bytes:
         """The JSON of the finished answer."""
         choices = self.generation.choices
-        parts = [_Parts(self.num_echoed(choice)) for choice in choices]
+        parts = [Parts(self.num_echoed(choice)) for choice in choices]
         async for deltas in self.generation.deltas():
             for choice, delta in deltas:
                 parts[choice.index].add(delta)
         answer: dict[str, Any] = {"id": self.generation.response_id, "object": self.whole_object, **self._common}
         answer["choices"] = [self._whole_choice(choice, parts[choice.index]) for choice in choices]
         answer["usage"] = self.generation.usage()
+        if self._with_prompt_logprobs and self.one_prompt:
+            answer["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choices[0].prompt, parts[0].prompt_entries)
         if self._with_metrics:
             answer["metrics"] = self.generation.metrics()
         return encode(answer)
 
-    def _whole_choice(self, choice: Choice, parts: _Parts) -> dict[str, Any]:
+    def whole_logprobs(self, choice: Choice, parts: Parts) -> dict[str, Any]:
+        return self.logprobs(choice, parts.ids, parts.entries)
+
+    def _whole_choice(self, choice: Choice, parts: Parts) -> dict[str, Any]:
         asked = choice.params.logprobs is not None
         result = self.whole_choice(choice, "".join(parts.texts)) | {
-            "logprobs": self.logprobs(choice, parts.ids, parts.entries) if asked else None,
+            "logprobs": self.whole_logprobs(choice, parts) if asked else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -118,16 +126,19 @@ class Answer:
             result |= {"token_ids": parts.ids, "prompt_token_ids": choice.prompt}
         if parts.drafted is not None:
             result["drafted"] = parts.drafted
+        if self._with_prompt_logprobs and not self.one_prompt:
+            result["prompt_logprobs"] = prompt_logprobs(self._tokenizer, choice.prompt, parts.prompt_entries)
         return result
 
 
-class _Parts:
+class Parts:
     """What a whole answer's choice is put together from; its text starts after `num_chars` others."""
 
     def __init__(self, num_chars: int) -> None:
         self.texts: list[str] = []
         self.ids: list[int] = []
         self.entries: list[TokenLogprobs] = []
+        self.prompt_entries: list[TokenLogprobs] = []
         self.drafted: Ranges | None = None
         self._num_chars = num_chars
 
@@ -135,6 +146,7 @@ class _Parts:
         self.texts.append(delta.text)
         self.ids += delta.token_ids
         self.entries += delta.logprobs or []
+        self.prompt_entries += delta.prompt_logprobs or []
         if delta.drafted is not None:
             self.drafted = [] if self.drafted is None else self.drafted
             for start, end in delta.drafted:

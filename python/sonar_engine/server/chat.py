@@ -36,6 +36,7 @@ async def prepare_chat(request: ChatRequest, state: ServerState, tokenizer: Toke
 class ChatAnswer(Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    one_prompt = True
 
     def opening(self) -> bytes:
         """The role, once for every choice."""

@@ -21,6 +21,7 @@ class ChoiceDelta(msgspec.Struct):
     logprobs: list[TokenLogprobs] | None
     last: bool
     drafted: Ranges | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # with the first tokens, if asked for
 
 
 class Choice:
@@ -34,10 +35,13 @@ class Choice:
         tokenizer: Tokenizer,
         *,
         mark_drafted: bool = False,
+        is_silent: bool = False,
     ) -> None:
+        """`is_silent`: the tokens are not wanted, only what the prompt gives."""
         self.index = index
         self.prompt = prompt
         self.params = params
+        self._is_silent = is_silent
         self.request_id = -1
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -54,6 +58,8 @@ class Choice:
         self.metrics = output.metrics or self.metrics
         if self.ended:
             return None
+        if self._is_silent:
+            return self._without_tokens(output)
         delta = self._detokenizer.add(output.token_ids, output.finish_reason, output.num_accepted)
         token_ids, logprobs = output.token_ids, output.logprobs
         if delta.stop is not None:
@@ -63,4 +69,10 @@ class Choice:
         elif output.finish_reason is not None:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         self.num_tokens += len(token_ids)
-        return ChoiceDelta(delta.text, token_ids, logprobs, self.ended, delta.drafted)
+        return ChoiceDelta(delta.text, token_ids, logprobs, self.ended, delta.drafted, output.prompt_logprobs)
+
+    def _without_tokens(self, output: RequestOutput) -> ChoiceDelta:
+        if output.finish_reason is not None:
+            self.finish_reason = "length" if output.finish_reason == "stop" else output.finish_reason
+        logprobs: list[TokenLogprobs] | None = None if output.logprobs is None else []
+        return ChoiceDelta("", [], logprobs, self.ended, prompt_logprobs=output.prompt_logprobs)

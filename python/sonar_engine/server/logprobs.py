@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sonar_engine.tokenizer import Tokenizer
@@ -27,19 +28,48 @@ def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, token_ids: list[int], entries: list[TokenLogprobs], text_offset: int
+    tokenizer: Tokenizer, token_ids: list[int], entries: Sequence[TokenLogprobs | None], text_offset: int
 ) -> dict[str, Any]:
-    """Parallel lists; `text_offset` counts characters from the first token's start. Half characters count 0."""
+    """Parallel lists; `text_offset` counts characters from the first token's start. Half characters count 0.
+
+    An entry is None for the first token of a prompt, which nothing foretells.
+    """
     tokens, logprobs, tops, offsets = [], [], [], []
     for token_id, entry in zip(token_ids, entries, strict=True):
         tokens.append(_spell(tokenizer, token_id))
-        logprobs.append(max(entry.logprob, LOWEST))
-        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
-        top = {_spell(tokenizer, other): max(logprob, LOWEST) for other, logprob in pairs}
-        tops.append(top | {tokens[-1]: logprobs[-1]})
+        logprobs.append(None if entry is None else max(entry.logprob, LOWEST))
+        tops.append(None if entry is None else _completion_tops(tokenizer, token_id, entry))
         offsets.append(text_offset)
         text_offset += num_characters(tokenizer, token_id)
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _completion_tops(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> dict[str, float]:
+    pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+    top = {_spell(tokenizer, other): max(logprob, LOWEST) for other, logprob in pairs}
+    return top | {_spell(tokenizer, token_id): max(entry.logprob, LOWEST)}
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: list[int], entries: list[TokenLogprobs]
+) -> list[dict[str, dict[str, Any]] | None]:
+    """By position: None for the first token, then the most likely ids and the prompt's own, as vLLM gives them."""
+    positions: list[dict[str, dict[str, Any]] | None] = [None]
+    for token_id, entry in zip(prompt[1:], entries, strict=True):
+        pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
+        found = {other: (logprob, rank + 1) for rank, (other, logprob) in enumerate(pairs)}
+        found[token_id] = entry.logprob, entry.rank
+        positions.append(
+            {
+                str(other): {
+                    "logprob": max(logprob, LOWEST),
+                    "rank": rank,
+                    "decoded_token": _spell(tokenizer, other),
+                }
+                for other, (logprob, rank) in found.items()
+            }
+        )
+    return positions
 
 
 def _spell(tokenizer: Tokenizer, token_id: int) -> str:

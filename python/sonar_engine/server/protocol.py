@@ -104,6 +104,7 @@ class GenerationRequest(Strict):
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
     return_metrics: bool | None = None
     return_drafted: bool | None = None
     speculative: Speculative | None = None
@@ -117,7 +118,6 @@ class GenerationRequest(Strict):
     prompt_cache_key: str | None = None
 
     # Known names that cannot be honoured; see `UNSUPPORTED`.
-    prompt_logprobs: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     spaces_between_special_tokens: Any = None
@@ -195,7 +195,6 @@ class AbortRequest(Strict):
 
 # field -> values under which it asks for nothing
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "spaces_between_special_tokens": (True,),
@@ -269,6 +268,8 @@ def reject_unsupported(request: GenerationRequest) -> None:
         value = getattr(request, field, None)
         if value is not None and not any(value == fine and type(value) is type(fine) for fine in harmless):
             raise InvalidRequestError(f"{field} is not supported yet; leave it out", param=field)
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
     options = request.stream_options

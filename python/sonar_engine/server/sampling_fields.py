@@ -53,11 +53,11 @@ def base_params(
         if request.speculative.enabled is not None:
             fields["speculative_enabled"] = request.speculative.enabled
         fields["num_speculative_tokens"] = request.speculative.num_speculative_tokens
+    fields["prompt_logprobs"] = _bounded_logprobs(request.prompt_logprobs, "prompt_logprobs", limits)
     if isinstance(request, ChatRequest):
         fields |= _chat_fields(request, limits)
     elif isinstance(request, CompletionRequest):
-        fields["max_tokens"] = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        fields["logprobs"] = _bounded_logprobs(request.logprobs, "logprobs", limits)
+        fields |= _completion_fields(request, limits)
     return SamplingParams(**fields)
 
 
@@ -68,6 +68,16 @@ def _chat_fields(request: ChatRequest, limits: ServerConfig) -> dict[str, Any]:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
     if request.logprobs:
         fields["logprobs"] = _bounded_logprobs(request.top_logprobs or 0, "top_logprobs", limits)
+    return fields
+
+
+def _completion_fields(request: CompletionRequest, limits: ServerConfig) -> dict[str, Any]:
+    """`max_tokens` 0 runs for one token, which the answer leaves out."""
+    asked = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    fields: dict[str, Any] = {"max_tokens": 1 if asked == 0 else asked}
+    fields["logprobs"] = _bounded_logprobs(request.logprobs, "logprobs", limits)
+    if request.echo and request.logprobs is not None and request.prompt_logprobs is None:
+        fields["prompt_logprobs"] = request.logprobs
     return fields
 
 

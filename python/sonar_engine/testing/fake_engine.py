@@ -11,13 +11,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 import numpy as np
 
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import InvalidRequestError, QueueFullError
-from sonar_engine.events import FINISH_REASONS, LogprobColumns, StepEvents
+from sonar_engine.events import FINISH_REASONS, LogprobColumns, PromptColumns, StepEvents
 from sonar_engine.types import EngineInfo, EngineStats, FinishReason, SamplingParams
 
 FACTORY = "sonar_engine.testing.fake_engine:build_fake_engine"
@@ -246,16 +247,38 @@ def _columns(
         admitted_ids=column(admitted, np.int64),
         admitted_at=planned_at,
         logprobs=_logprobs(events, requests, vocab_size),
+        prompts=_prompts([requests[event.request_id] for event in events if event.tokens], vocab_size),
     )
 
 
 def _logprobs(events: list[_Event], requests: dict[int, _Request], vocab_size: int) -> LogprobColumns | None:
-    """The sampled token is the most likely one, with -0.5; the ids after it follow, each 1 lower."""
     asked = [request.params.logprobs for request in requests.values() if request.params.logprobs is not None]
     if not asked:
         return None
-    width = max(asked)
-    tokens = np.array([token for event in events for token in event.tokens], np.int32)
+    return _entries([token for event in events for token in event.tokens], max(asked), vocab_size)
+
+
+def _prompts(requests: list[_Request], vocab_size: int) -> PromptColumns | None:
+    """With the first token: the whole prompt of those who asked."""
+    asked = {
+        request.request_id: (request, request.params.prompt_logprobs)
+        for request in requests
+        if request.params.prompt_logprobs is not None and len(request.output) == 1
+    }
+    if not asked:
+        return None
+    scored = [request.prompt[1:] for request, _ in asked.values()]
+    return PromptColumns(
+        request_ids=np.array(list(asked), np.int64).tobytes(),
+        firsts=np.zeros(len(asked), np.int32).tobytes(),
+        lengths=np.array([len(tokens) for tokens in scored], np.int32).tobytes(),
+        entries=_entries([*chain(*scored)], max(width for _, width in asked.values()), vocab_size),
+    )
+
+
+def _entries(ids: list[int], width: int, vocab_size: int) -> LogprobColumns:
+    """Every token is the most likely one, with -0.5; the ids after it follow, each 1 lower."""
+    tokens = np.array(ids, np.int32)
     top_ids = (tokens[:, None] + np.arange(width, dtype=np.int32)) % vocab_size
     top = np.broadcast_to(-0.5 - np.arange(width, dtype=np.float32), top_ids.shape)
     return LogprobColumns(
