@@ -30,8 +30,10 @@ from sonar_engine.schedules.stages import Committed, Machine, StepInFlight, comm
 from sonar_engine.schedules.step_costs import CostRequests, measure_step_costs
 from sonar_engine.step_buffers import StepBuffers
 from sonar_engine.step_statistics import StepStatistics
+from sonar_engine.structured.grammars import GrammarCompiler
+from sonar_engine.structured.slots import GrammarSlots
 from sonar_engine.tokenizer import Tokenizer, load_tokenizer
-from sonar_engine.types import Completion, EngineInfo, EngineStats, RequestOutput, SamplingParams
+from sonar_engine.types import Completion, EngineInfo, EngineStats, RequestOutput, SamplingParams, StructuredOutput
 from sonar_engine.verification.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -66,7 +68,11 @@ class Engine:
         self._device = open_device(runner.device) if device is None else device
         method = drafter_method(config) if method is None else method
         self._scheduler = _build_scheduler(config, runner, info, method)
-        self._sampling = SamplingState(config.max_num_seqs, info.vocab_size, runner.device, info.eos_token_ids)
+        self._compiler = GrammarCompiler(tokenizer, info.vocab_size, info.eos_token_ids)
+        self._grammars = GrammarSlots(self._compiler)
+        self._sampling = SamplingState(
+            config.max_num_seqs, info.vocab_size, runner.device, info.eos_token_ids, self._grammars
+        )
         self._statistics = StepStatistics(config.speculative.num_speculative_tokens)
         context = DrafterContext(config, self._scheduler, runner, self._sampling, self._device)
         self._drafter: Drafter = method.build(context)
@@ -95,6 +101,7 @@ class Engine:
             drafter=drafter,
             sampling=self._sampling,
             verifier=Verifier(self._sampling, runner.cpu_kernels, self.config.speculative),
+            grammars=self._grammars,
             scorer=PromptScorer(self.config.max_num_seqs, self.info.vocab_size),
             statistics=self._statistics,
             admit=self._admit,
@@ -108,6 +115,8 @@ class Engine:
         Raises InvalidRequestError (a field that cannot be served, an id already in use) or QueueFullError.
         """
         tokens, params = self.validate(prompt, params)
+        if params.structured is not None:
+            self._compiler.compile(params.structured)
         with self._submit_lock:
             if request_id in self._params:
                 raise InvalidRequestError(f"request id {request_id} is in use", param="request_id")
@@ -118,7 +127,8 @@ class Engine:
                 request_id,
                 tokens,
                 max_tokens=params.max_tokens,
-                min_tokens=params.min_tokens,
+                # An end that structured output leaves no way around, it alone is possible below `min_tokens`, ends it.
+                min_tokens=params.min_tokens if params.structured is None else 0,
                 stop_token_ids=np.asarray(params.stop_token_ids, np.int32),
                 ignore_eos=params.ignore_eos,
                 priority=params.priority,
@@ -140,6 +150,13 @@ class Engine:
             eos_token_ids=self.info.eos_token_ids,
         )
         return tokens, checked
+
+    def prepare(self, form: StructuredOutput) -> None:
+        """Compile a form of structured output, so that `submit` need not. Thread-safe, may take a second.
+
+        Raises InvalidRequestError.
+        """
+        self._compiler.compile(form)
 
     def abort(self, request_id: int) -> None:
         """End a request at whatever point it is; an unknown id is ignored. Thread-safe."""
@@ -214,7 +231,9 @@ class Engine:
             self._params.pop(request_id, None)
         if done is None:
             return StepEvents.of(events)
-        return StepEvents.of(events, done.logprobs, done.prompts, done.admitted, admitted_at)
+        for request_id in done.failed.tolist():
+            self.abort(request_id)
+        return StepEvents.of(events, done.logprobs, done.prompts, done.admitted, admitted_at, failed=done.failed)
 
     def _most_drafts(self, params: SamplingParams) -> int:
         config = self.config.speculative

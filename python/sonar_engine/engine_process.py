@@ -1,6 +1,6 @@
 """The engine's own process: one loop that steps the engine and, between steps, takes messages from its socket.
 
-Nothing else runs Python here: a busy thread beside the loop would fight torch's threads for the processor.
+Nothing else runs Python here for long: a busy thread beside the loop would fight torch's threads for the processor.
 Run as `python -m sonar_engine.engine_process --endpoint ipc://... --parent PID`.
 """
 
@@ -25,10 +25,12 @@ from sonar_engine import engine_messages as messages
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import ConfigError, InvalidRequestError, SonarError
 from sonar_engine.events import StepEvents
-from sonar_engine.types import EngineInfo, EngineStats, SamplingParams
+from sonar_engine.prepared_submits import PreparedSubmits
+from sonar_engine.types import EngineInfo, EngineStats, SamplingParams, StructuredOutput
 
 DEFAULT_FACTORY = "sonar_engine.engine:build_engine"
 PARENT_CHECK_MS = 1000
+PREPARING_POLL = 0.002  # seconds between looks at what is being prepared, where nothing runs
 PR_SET_PDEATHSIG = 1
 
 
@@ -38,6 +40,7 @@ class SteppedEngine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
     def submit(self, request_id: int, prompt: np.ndarray, params: SamplingParams) -> None: ...
+    def prepare(self, form: StructuredOutput) -> None: ...
     def abort(self, request_id: int) -> None: ...
     def has_work(self) -> bool: ...
     def step(self) -> StepEvents | None: ...
@@ -66,6 +69,10 @@ class Link:
     def send(self, message: messages.ToFrontEnd) -> None:
         self._socket.send(self._encoder.encode(message), copy=True)
 
+    def wait(self, seconds: float) -> None:
+        """Until a message is here, or `seconds` have passed."""
+        self._socket.poll(int(seconds * 1000))
+
     def receive(self) -> messages.ToEngine:
         """The next message; blocks without using the processor."""
         while not self._socket.poll(PARENT_CHECK_MS):
@@ -88,12 +95,18 @@ class EngineLoop:
         self._engine = engine
         self._link = link
         self._probes: list[int] = []  # answered after the next step
+        self._preparing = PreparedSubmits(engine.prepare)
         self._running = True
 
     def run(self) -> None:
         while self._running:
             if not self._engine.has_work() and not self._probes:
-                self._handle(self._link.receive())
+                if self._preparing:
+                    self._link.wait(PREPARING_POLL)
+                else:
+                    self._handle(self._link.receive())
+            for submit, refusal in self._preparing.take_done():
+                self._submit(submit, refusal)
             while (message := self._link.receive_ready()) is not None:
                 self._handle(message)
             self._advance()
@@ -114,8 +127,10 @@ class EngineLoop:
     def _handle(self, message: messages.ToEngine) -> None:
         match message:
             case messages.Submit():
-                self._submit(message)
+                if not self._preparing.add(message):
+                    self._submit(message)
             case messages.Abort():
+                self._preparing.drop(message.request_ids)
                 for request_id in message.request_ids:
                     self._engine.abort(request_id)
             case messages.Probe():
@@ -129,10 +144,12 @@ class EngineLoop:
             case messages.Configure():
                 raise ConfigError("the engine is configured already; start another process for another configuration")
 
-    def _submit(self, message: messages.Submit) -> None:
+    def _submit(self, message: messages.Submit, refusal: BaseException | None = None) -> None:
         """All of the message's sequences, or none: those before a rejected one are aborted."""
         done: list[int] = []
         try:
+            if refusal is not None:
+                raise refusal
             for sequence in message.sequences:
                 prompt = np.frombuffer(sequence.prompt, np.int32)
                 self._engine.submit(sequence.request_id, prompt, sequence.params)

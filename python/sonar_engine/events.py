@@ -23,6 +23,7 @@ from sonar_engine.types import (
 )
 
 FINISH_REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort", "error")
+_ERROR = np.int32(FINISH_REASONS.index("error"))
 
 
 class LogprobColumns(msgspec.Struct, frozen=True):
@@ -73,13 +74,18 @@ class StepEvents(msgspec.Struct, frozen=True):
         prompts: PromptColumns | None = None,
         admitted: np.ndarray | None = None,
         admitted_at: float = 0.0,
+        *,
+        failed: np.ndarray | None = None,
     ) -> StepEvents:
-        """The scheduler's columns, as of now."""
+        """The scheduler's columns, as of now. `failed` are ids of requests whose event is their last, an error."""
+        finish = events.finish
+        if failed is not None and failed.size:
+            finish = np.where(np.isin(events.request_ids, failed), _ERROR, finish)
         return cls(
             now=time.monotonic(),
             request_ids=events.request_ids.tobytes(),
             num_tokens=events.num_tokens.tobytes(),
-            finish=events.finish.tobytes(),
+            finish=finish.tobytes(),
             stop_tokens=events.stop_tokens.tobytes(),
             num_drafted=events.num_drafted.tobytes(),
             num_accepted=events.num_accepted.tobytes(),

@@ -7,6 +7,18 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+StructuredKind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """A form that the output must have. Every text of that form stays possible, and no other.
+
+    `content` is a JSON schema's text, nothing for `json_object`, a regular expression, a JSON list of the texts to
+    choose from, or a grammar: Lark in llguidance's dialect, or GBNF.
+    """
+
+    kind: StructuredKind
+    content: str = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -42,6 +54,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_speculative_tokens: int | None = None  # a cap below the engine's own; None: the engine's
     priority: int = 0  # lower runs earlier
     cache_salt: str | None = None  # requests share cached prefixes only under the same salt
+    structured: StructuredOutput | None = None  # the form of the output
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """From the target's logits to those that are sampled: what users may ask of them, at every verified position.
 
-The order is vLLM's: allowed and banned ids, min_tokens, logit bias, penalties, then (over the temperature) min-p,
-top-k, top-p. The logits themselves are left undivided by the temperature: greedy rows want their argmax, and the
-sampler divides as it draws.
+The order is vLLM's: the grammar, allowed and banned ids, min_tokens, logit bias, penalties, then (over the
+temperature) min-p, top-k, top-p. The logits themselves are left undivided by the temperature: greedy rows want their
+argmax, and the sampler divides as it draws.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ def process(
     logits: torch.Tensor, rows: SampleRows, state: SamplingState, draft_tokens: torch.Tensor | None
 ) -> torch.Tensor:
     """logits fp32 [S, V], changed in place and returned; draft_tokens int32 [D, K], the drafts under verification."""
+    of_grammars = _mask_by_grammars(logits, rows, draft_tokens) if rows.all_uses & s.GRAMMAR else None
     if rows.all_uses & s.FORBIDDEN:
         _forbid(logits, rows, state)
     if rows.all_uses & s.MIN_TOKENS:
         _forbid_early_ends(logits, rows, state)
+    if of_grammars is not None:
+        _lift_dead_ends(logits, rows, of_grammars)
     if rows.all_uses & s.BIAS:
         _add_bias(logits, rows, state)
     if rows.all_uses & s.COUNTED:
@@ -49,6 +52,23 @@ class _Asking:
     def put_back(self) -> None:
         if self._whole is not None:
             self._whole[self.index] = self.logits
+
+
+def _mask_by_grammars(logits: torch.Tensor, rows: SampleRows, draft_tokens: torch.Tensor | None) -> torch.Tensor | None:
+    """The rows with a grammar after it, [n, V], where something else may still forbid all that it left."""
+    asking = _Asking(logits, rows, s.GRAMMAR)
+    allowed = rows.allowed_by_grammars(draft_tokens).to(logits.device)
+    asking.logits.masked_fill_(~allowed, -torch.inf)
+    asking.put_back()
+    return asking.logits.clone() if rows.all_uses & (s.FORBIDDEN | s.MIN_TOKENS) else None
+
+
+def _lift_dead_ends(logits: torch.Tensor, rows: SampleRows, of_grammars: torch.Tensor) -> None:
+    """Where nothing that a grammar allows was left, it is the grammar that counts."""
+    asking = _Asking(logits, rows, s.GRAMMAR)
+    dead = asking.logits.amax(dim=1, keepdim=True) == -torch.inf
+    asking.logits.copy_(torch.where(dead, of_grammars, asking.logits))
+    asking.put_back()
 
 
 def _forbid(logits: torch.Tensor, rows: SampleRows, state: SamplingState) -> None:

@@ -10,10 +10,12 @@ import torch
 
 from sonar_engine.device import to_device
 from sonar_engine.drafters.base import Verdict
+from sonar_engine.errors import ConfigError
 from sonar_engine.sampling.coins import Seeds, split_seed
 from sonar_engine.sampling.row_pool import RowPool
 from sonar_engine.sampling.validation import MAX_LOGIT_BIAS
 from sonar_engine.step_buffers import BatchMetadata
+from sonar_engine.structured.slots import GrammarSlots
 from sonar_engine.types import SamplingParams
 
 # What a request uses: bits of `SamplingState.uses`.
@@ -27,6 +29,7 @@ PENALTIES = 1 << 6  # presence or frequency
 MIN_P = 1 << 7
 TOP = 1 << 8  # top-k or top-p
 LOGPROBS = 1 << 9
+GRAMMAR = 1 << 10  # structured output
 COUNTED = REPETITION | PENALTIES  # what needs the history
 _INT32_MAX = (1 << 31) - 1
 
@@ -84,6 +87,12 @@ class SampleRows:
         """[S] each."""
         return Seeds(self._state.seed_lo.index_select(0, self.slots), self._state.seed_hi.index_select(0, self.slots))
 
+    def allowed_by_grammars(self, draft_tokens: torch.Tensor | None) -> torch.Tensor:
+        """bool [n, V] on the host, for the n rows that use GRAMMAR; draft_tokens int32 [D, K]."""
+        if self._state.grammars is None:
+            raise ConfigError("structured output needs a sampling state with grammars")
+        return self._state.grammars.masks(self._batch, self.that_use(GRAMMAR), draft_tokens)
+
     def _of_reqs(self, per_request: torch.Tensor) -> torch.Tensor:
         """[R, or more] -> [S]."""
         if self._one_each:
@@ -95,12 +104,18 @@ class SamplingState:
     """Per-slot settings on the device, with a host mirror of who uses what.
 
     A batch in which nobody uses a feature pays nothing for it. `admit` fills a slot, also after a preemption;
-    `observe` must follow every step, so that penalties see what was emitted.
+    `observe` must follow every step, so that penalties and grammars see what was emitted.
     """
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, device: torch.device | str, eos_token_ids: Sequence[int]
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        eos_token_ids: Sequence[int],
+        grammars: GrammarSlots | None = None,
     ) -> None:
+        """`grammars` is what requests with structured output need."""
         device = torch.device(device)
         self.vocab_size = vocab_size
         self.device = device
@@ -118,6 +133,7 @@ class SamplingState:
         self.bias_values = RowPool(max_num_seqs, MAX_LOGIT_BIAS, torch.float32, device)
         self.in_prompt = RowPool(max_num_seqs, vocab_size, torch.bool, device)
         self.output_counts = RowPool(max_num_seqs, vocab_size, torch.float32, device)  # exact to 2**24
+        self.grammars = grammars
         self._eos_token_ids = list(eos_token_ids)
 
     @torch.inference_mode()
@@ -143,6 +159,8 @@ class SamplingState:
         self._admit_masks(slot, params)
         self._admit_bias(slot, params.logit_bias or {})
         self._admit_history(slot, prompt_ids, output_ids)
+        if self.grammars is not None:
+            self.grammars.admit(slot, params.structured, output_ids)
 
     def _admit_masks(self, slot: int, params: SamplingParams) -> None:
         self.forbidden.give_back(slot)
@@ -206,4 +224,5 @@ def _uses(params: SamplingParams) -> int:
         | MIN_P * (sampled and params.min_p > 0)
         | TOP * (sampled and (params.top_k > 0 or params.top_p < 1))
         | LOGPROBS * (params.logprobs is not None)
+        | GRAMMAR * (params.structured is not None)
     )

@@ -6,12 +6,12 @@ Called where a request is submitted; what passes can neither fail nor fault late
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import msgspec
 
 from sonar_engine.errors import InvalidRequestError
-from sonar_engine.types import SamplingParams
+from sonar_engine.types import SamplingParams, StructuredKind, StructuredOutput
 
 GREEDY_BELOW = 1e-5  # temperatures below count as 0, as in vLLM: dividing by them overflows
 MAX_LOGIT_BIAS = 1024
@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LEN = 256  # characters
 MAX_STOP_IDS = 1024
 MAX_SALT_LEN = 256  # characters
+MAX_STRUCTURED_BYTES = 1 << 20  # of a schema, regular expression, grammar or list of choices
 LARGEST = 3.4e38  # what fp32 holds
 _INT32, _INT64 = 1 << 31, 1 << 63
 
@@ -40,6 +41,7 @@ def validate(
     _check_shape(params, max_logprobs)
     _check_flags(params)
     _check_stop_strings(params.stop)
+    _check_structured(params)
     allowed = params.allowed_token_ids
     changes = {
         "temperature": 0.0 if params.temperature < GREEDY_BELOW else float(params.temperature),
@@ -90,6 +92,20 @@ def _check_flags(params: SamplingParams) -> None:
     salt = params.cache_salt
     if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT_LEN):
         _reject("cache_salt", f"must be a string of 1 to {MAX_SALT_LEN} characters, not {_shown(salt)}")
+
+
+def _check_structured(params: SamplingParams) -> None:
+    form = params.structured
+    if form is None:
+        return
+    kinds = get_args(StructuredKind)
+    if not isinstance(form, StructuredOutput) or form.kind not in kinds or not isinstance(form.content, str):
+        _reject("structured", f"must be a StructuredOutput of kind {', '.join(kinds)} with text, not {_shown(form)}")
+    size = len(form.content.encode(errors="replace"))
+    if size > MAX_STRUCTURED_BYTES:
+        _reject("structured", f"has {size} bytes; at most {MAX_STRUCTURED_BYTES} are possible")
+    if params.ignore_eos:
+        _reject("ignore_eos", "cannot go with structured output, which ends with its last token")
 
 
 def _check_stop_strings(stop: Any) -> None:

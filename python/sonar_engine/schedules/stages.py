@@ -20,6 +20,7 @@ from sonar_engine.sampling.state import SamplingState
 from sonar_engine.schedules.planner import StepPlanner
 from sonar_engine.step_buffers import BatchMetadata, StepBuffers
 from sonar_engine.step_statistics import StepStatistics
+from sonar_engine.structured.slots import GrammarSlots
 from sonar_engine.verification.verifier import Verifier
 
 
@@ -35,6 +36,7 @@ class Machine:
     drafter: Drafter
     sampling: SamplingState
     verifier: Verifier
+    grammars: GrammarSlots
     scorer: PromptScorer
     statistics: StepStatistics
     admit: Callable[[int, int], None]  # (slot, request id): fills the slot's state
@@ -75,6 +77,7 @@ class Committed:
     logprobs: LogprobColumns | None
     prompts: PromptColumns | None
     admitted: np.ndarray  # int64 [A], ids of requests that entered a slot with it
+    failed: np.ndarray  # int64 [F], ids of requests that cannot go on
 
 
 def plan(machine: Machine) -> int | None:
@@ -136,11 +139,12 @@ def commit(machine: Machine, step: StepInFlight) -> Committed:
         events = machine.scheduler.commit(step.batch.step_id, num_emitted, tokens, seconds)
         machine.planner.start()
         machine.sampling.observe(step.batch, step.verdict)
+        failed = machine.grammars.observe(step.batch, events)
         machine.statistics.count(step.batch, events)
         columns = _output_columns(of_output, step.batch, events) if of_output else None
         prompts = None if step.prompts is None else _prompt_columns(of_prompts, step.prompts)
         admitted = np.array([request_id for _, request_id in step.batch.admitted], np.int64)
-    return Committed(events, columns, prompts, admitted)
+    return Committed(events, columns, prompts, admitted, failed)
 
 
 def _output_columns(logprobs: list[np.ndarray], batch: BatchMetadata, events: Events) -> LogprobColumns:

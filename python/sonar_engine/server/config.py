@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sonar_engine.sampling.validation import MAX_LOGIT_BIAS, MAX_STOP_LEN, MAX_STOP_STRINGS
+from sonar_engine.sampling.validation import MAX_LOGIT_BIAS, MAX_STOP_LEN, MAX_STOP_STRINGS, MAX_STRUCTURED_BYTES
 
 
 class ServerConfig(BaseModel):
@@ -56,6 +56,10 @@ class ServerConfig(BaseModel):
     )
     max_logit_bias: int = Field(default=MAX_LOGIT_BIAS, ge=0, le=MAX_LOGIT_BIAS, description="Most logit_bias entries")
     max_logprobs: int = Field(default=20, ge=0, le=20, description="Most alternatives reported at a position")
+    max_schema_bytes: int = Field(
+        default=64 << 10, ge=1, le=MAX_STRUCTURED_BYTES, description="Largest schema, regex, grammar or list of choices"
+    )
+    max_schema_depth: int = Field(default=32, ge=1, le=100, description="Deepest nesting of a JSON schema")
     max_queued_tokens: int = Field(
         default=4 << 20, ge=1, description="Most prompt tokens of sequences that wait for their first token"
     )

@@ -40,8 +40,9 @@ class Strict(BaseModel):
     def _bounded(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
+        known = _names(cls)
         for name in value:
-            if name not in cls.model_fields:
+            if name not in known:
                 raise _unknown(cls, name)
         for name, most in MOST_ENTRIES.items():
             entries = value.get(name)
@@ -50,9 +51,13 @@ class Strict(BaseModel):
         return value
 
 
+def _names(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
 def _unknown(model: type[Strict], name: str) -> InvalidRequestError:
     name = name[:200]
-    close = difflib.get_close_matches(name, list(model.model_fields), n=1)
+    close = difflib.get_close_matches(name, _names(model), n=1)
     owner = model.field_of
     prefix = "" if owner is None else f"{owner}."
     hint = f"did you mean {prefix}{close[0]}?" if close else "leave it out"
@@ -74,6 +79,36 @@ class Speculative(Strict):
 
     enabled: bool | None = None
     num_speculative_tokens: int | None = None
+
+
+class JsonSchemaFormat(Strict):
+    """OpenAI's; the schema is always followed to the letter, so `strict` says nothing."""
+
+    field_of = "response_format"
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    field_of = "response_format"
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Strict):
+    """The form of the text; one of them."""
+
+    field_of = "structured_outputs"
+
+    json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Strings | None = None
+    grammar: str | None = None
 
 
 class GenerationRequest(Strict):
@@ -110,6 +145,8 @@ class GenerationRequest(Strict):
     speculative: Speculative | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # What has no influence on the answer.
     user: str | None = None
@@ -118,8 +155,6 @@ class GenerationRequest(Strict):
     prompt_cache_key: str | None = None
 
     # Known names that cannot be honoured; see `UNSUPPORTED`.
-    response_format: Any = None
-    structured_outputs: Any = None
     spaces_between_special_tokens: Any = None
     use_beam_search: Any = None
     store: Any = None
@@ -195,8 +230,6 @@ class AbortRequest(Strict):
 
 # field -> values under which it asks for nothing
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
     "store": (False,),

@@ -30,6 +30,7 @@ from sonar_engine.server.protocol import (
 )
 from sonar_engine.server.state import ServerState
 from sonar_engine.server.streaming import EventStream, unless_gone
+from sonar_engine.server.structured import in_terms_of
 from sonar_engine.tokenizer import Tokenizer
 
 Prepare = Callable[[Any, ServerState, Tokenizer], Awaitable[Answer]]
@@ -67,8 +68,11 @@ def generation_routes(state: ServerState) -> APIRouter:
         state.check_model(asked.model)
         reject_unsupported(asked)
         headers = _own_id(asked)
-        answer = await prepare(asked, state, tokenizer)
-        return await _answered(answer, request, state, headers, stream=bool(asked.stream))
+        try:
+            answer = await prepare(asked, state, tokenizer)
+            return await _answered(answer, request, state, headers, stream=bool(asked.stream))
+        except InvalidRequestError as error:
+            raise in_terms_of(asked, error) from None
 
     @router.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:

@@ -11,6 +11,7 @@ from sonar_engine.errors import InvalidRequestError
 from sonar_engine.sampling.validation import MAX_STOP_LEN, validate
 from sonar_engine.server.config import ServerConfig
 from sonar_engine.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from sonar_engine.server.structured import structured_output
 from sonar_engine.tokenizer import Tokenizer
 from sonar_engine.types import EngineInfo, SamplingParams
 
@@ -53,6 +54,7 @@ def base_params(
         if request.speculative.enabled is not None:
             fields["speculative_enabled"] = request.speculative.enabled
         fields["num_speculative_tokens"] = request.speculative.num_speculative_tokens
+    fields["structured"] = structured_output(request, limits)
     fields["prompt_logprobs"] = _bounded_logprobs(request.prompt_logprobs, "prompt_logprobs", limits)
     if isinstance(request, ChatRequest):
         fields |= _chat_fields(request, limits)

@@ -19,7 +19,7 @@ import numpy as np
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import InvalidRequestError, QueueFullError
 from sonar_engine.events import FINISH_REASONS, LogprobColumns, PromptColumns, StepEvents
-from sonar_engine.types import EngineInfo, EngineStats, FinishReason, SamplingParams
+from sonar_engine.types import EngineInfo, EngineStats, FinishReason, SamplingParams, StructuredOutput
 
 FACTORY = "sonar_engine.testing.fake_engine:build_fake_engine"
 
@@ -32,6 +32,7 @@ class FakeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drafts_per_step: int | None = None  # None: all drafts were accepted
     step_seconds: float = 0.0
     prefill_steps: int = 1
+    prepare_seconds: float = 0.0  # of a form of structured output, which is not followed
     load_seconds: float = 0.0
     load_error: str | None = None
     hang_after_steps: int | None = None
@@ -106,6 +107,11 @@ class FakeEngine:
         max_tokens = min(params.max_tokens if params.max_tokens is not None else room, room)
         key = f"{tokens}{params.seed if params.temperature > 0 else None}".encode()
         self._waiting.append(_Request(request_id, tokens, params, key, max_tokens, self._options.prefill_steps))
+
+    def prepare(self, form: StructuredOutput) -> None:
+        time.sleep(self._options.prepare_seconds)
+        if form.content == "wrong":
+            raise InvalidRequestError("the form is wrong", param="structured")
 
     def abort(self, request_id: int) -> None:
         for request in [*self._waiting, *self._running]:
