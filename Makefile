@@ -42,7 +42,7 @@ test-python: $(BUILT)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-matrix: $(BUILT)  ## Every drafter in every situation against speculation off, on the real model (under an hour)
-	$(BIN)/python -m pytest tests/matrix --matrix=full $(ARGS)
+	$(BIN)/python -m pytest tests/matrix tests/differential --matrix=full $(ARGS)
 
 lint: $(BUILT)  ## Formatting, lints, types and the extension's stub; warnings are errors
 	$(BIN)/ruff check
