@@ -234,6 +234,8 @@ class CpuWeight:
     @property
     def num_bytes(self) -> int:
         """Bytes held."""
+    def dequantized(self, row: int) -> list[float]:
+        """A row of a quantised weight as the product sees it."""
 
 @final
 class CpuKernels:
@@ -248,9 +250,10 @@ class CpuKernels:
     def level(self) -> str:
         """Name of the vector level in use."""
     def pack(
-        self, weight: int, stride: int, out_features: int, in_features: int, dtype_code: int, bias: int
+        self, weight: int, stride: int, out_features: int, in_features: int, dtype_code: int, bias: int, bits: int = 0
     ) -> CpuWeight:
-        """Packs a weight [out_features, in_features]; `bias` is fp32 [out_features], 0 for none."""
+        """Packs a weight [out_features, in_features]; `bias` is fp32 [out_features], 0 for none. `bits` 4 or 8
+        quantises it in groups of 32 input features, 0 keeps it as it is."""
     def linear(
         self,
         weight: CpuWeight,

@@ -102,6 +102,9 @@ class EngineConfig(BaseModel):
     linear_backend: Literal["auto", "torch", "native"] = Field(
         default="auto", description="Matrix products; auto: native on the CPU, else torch"
     )
+    quantization: Literal["none", "int8", "int4"] = Field(
+        default="none", description="Weights of linear layers on the CPU, in groups of 32; int4 keeps a head in int8"
+    )
     max_model_len: int | None = Field(
         default=None, ge=2, description="Most tokens of prompt and output; default: the model's"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,7 +114,7 @@ class ModelRunner:
         device = kv_cache.page_table.device
         attention_backend, attention = select_attention(engine_config, config, kv_cache, ops)
         on_weights = None if progress is None else partial(progress, "weights")
-        weights = load_weights(resolved.path, config, place.dtype, device, on_weights)
+        weights = _load_weights(engine_config, resolved.path, config, place, on_weights)
         weight_bytes = sum(tensor.nbytes for tensor in weights.values())
         model = LlamaForCausalLM(config, weights, ops, attention, max_positions=kv_cache.plan.reserved_len)
         runner = cls(
@@ -210,6 +211,24 @@ def choose_kv_cache(engine_config: EngineConfig, config: ModelConfig, drafter_by
     """Raises ConfigError when one sequence does not fit, in tokens or in memory."""
     max_model_len, dtype = choose_max_model_len(engine_config, config), choose_dtype(engine_config, config)
     return plan_kv_cache(engine_config, config, max_model_len, dtype, drafter_bytes_per_token)
+
+
+def _load_weights(
+    engine_config: EngineConfig,
+    path: Path,
+    config: ModelConfig,
+    place: _Place,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, torch.Tensor]:
+    """Matrices that will be quantised come in fp32, so that those of a quantised file are found again exactly."""
+    device = place.kv_cache.page_table.device
+    if engine_config.quantization == "none":
+        return load_weights(path, config, place.dtype, device, progress)
+    weights = load_weights(path, config, torch.float32, device, progress)
+    for name, tensor in weights.items():
+        if not name.endswith("_proj.weight"):
+            weights[name] = tensor.to(place.dtype)
+    return weights
 
 
 def _warm_up_batch(num_tokens: int, page_table: torch.Tensor) -> BatchMetadata:

@@ -6,11 +6,14 @@ a call has or on the number of threads.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from sonar_engine._scheduler import CpuKernels, CpuWeight
 from sonar_engine.errors import ConfigError
 
+Quantization = Literal["none", "int8", "int4"]
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -22,14 +25,25 @@ def dtype_code(dtype: torch.dtype) -> int:
     return code
 
 
+QUANT_GROUP = 32  # input features that share a scale
+
+
 class NativeLinear:
     """y = x W^T (+ b) over weights packed once; the weight tensor itself is not kept.
 
-    Each output is one fp32 chain over the input features, rounded once to `out_dtype` (None: x's dtype).
+    Each output is one fp32 chain over the input features, rounded once to `out_dtype` (None: x's dtype). With `bits` 4
+    or 8 the weights are quantised in groups of 32 input features, and so is x, row by row in eight bits; a group's
+    products are summed exactly.
     """
 
     def __init__(
-        self, kernels: CpuKernels, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
+        self,
+        kernels: CpuKernels,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+        *,
+        bits: int = 0,
     ) -> None:
         if weight.dim() != 2 or weight.device.type != "cpu":
             raise ConfigError(f"a weight must be a [out, in] matrix on the CPU, not {list(weight.shape)}")
@@ -47,6 +61,7 @@ class NativeLinear:
             self.in_features,
             dtype_code(weight.dtype),
             0 if wide_bias is None else wide_bias.data_ptr(),
+            bits,
         )
 
     @property
@@ -76,8 +91,12 @@ class NativeLinear:
 class NativeOps:
     """Implements `layers.base.Ops` for CPU tensors of float32, bfloat16 and float16."""
 
-    def __init__(self, num_threads: int | None = None, *, force_scalar: bool = False) -> None:
+    def __init__(
+        self, num_threads: int | None = None, *, force_scalar: bool = False, quantization: Quantization = "none"
+    ) -> None:
+        """`quantization` of the weights; with `int4` a head, whose outputs are logits, has eight bits."""
         self._kernels = CpuKernels(num_threads or torch.get_num_threads(), force_scalar)
+        self._quantization = quantization
 
     @property
     def kernels(self) -> CpuKernels:
@@ -88,7 +107,13 @@ class NativeOps:
         self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None
     ) -> NativeLinear:
         """A packed copy of weight [out, in]; `out_dtype` float32 keeps the logits of a head unrounded."""
-        return NativeLinear(self._kernels, weight, bias, out_dtype)
+        return NativeLinear(self._kernels, weight, bias, out_dtype, bits=self._bits(weight, out_dtype))
+
+    def _bits(self, weight: torch.Tensor, out_dtype: torch.dtype | None) -> int:
+        """0 for a matrix that cannot be cut into groups: it stays as it is."""
+        if self._quantization == "none" or weight.shape[-1] % QUANT_GROUP:
+            return 0
+        return 4 if self._quantization == "int4" and out_dtype is None else 8
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [..., H] -> round(x / rms(x)) * weight: fp32, rounded to x's dtype before and after the scale."""

@@ -51,9 +51,13 @@ def select_ops(engine: EngineConfig, device: torch.device) -> tuple[LinearBacken
     if engine.linear_backend == "native" and obstacle is not None:
         raise ConfigError(f"linear_backend=native cannot be used: {obstacle}; use auto or torch")
     if engine.linear_backend == "torch" or obstacle is not None:
+        if engine.quantization != "none":
+            raise ConfigError(
+                f"quantization={engine.quantization} needs the native CPU kernels; use linear_backend native on a CPU"
+            )
         return "torch", TorchOps(batch_invariant=engine.batch_invariant)
     from sonar_engine.layers.native import NativeOps
 
     # torch's own team would spin against ours after every large operation
     torch.set_num_threads(1)
-    return "native", NativeOps(num_threads(engine))
+    return "native", NativeOps(num_threads(engine), quantization=engine.quantization)

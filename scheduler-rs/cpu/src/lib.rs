@@ -17,6 +17,8 @@ mod math;
 pub mod matrix;
 pub mod norm;
 pub mod panels;
+pub mod quant;
+pub mod quant_gemm;
 pub mod rope;
 pub mod sample;
 pub mod simd;

@@ -6,6 +6,8 @@ use sonar_cpu::gemm::{self, linear};
 use sonar_cpu::matrix::{Matrix, MatrixMut};
 use sonar_cpu::norm::{RmsNorm, rms_norm};
 use sonar_cpu::panels::PackedWeight;
+use sonar_cpu::quant::{Bits, QuantWeight};
+use sonar_cpu::quant_gemm::{QuantWorkspace, quant_linear};
 use sonar_cpu::rope::{Rope, rope};
 use sonar_cpu::sample::{GumbelRows, gumbel_argmax};
 use sonar_cpu::simd::Level;
@@ -57,6 +59,13 @@ impl Owned {
             rows,
             cols,
             dtype,
+        }
+    }
+
+    /// Sets the elements of an fp32 matrix by their index.
+    fn fill(&mut self, value: impl Fn(usize) -> f32) {
+        for (at, bytes) in self.bytes.chunks_mut(4).enumerate() {
+            bytes.copy_from_slice(&value(at).to_le_bytes());
         }
     }
 
@@ -128,6 +137,85 @@ fn linear_gives_the_same_bits_everywhere() {
                 y.bytes
             });
         }
+    }
+}
+
+#[test]
+fn quantised_linear_gives_the_same_bits_everywhere() {
+    for (dtype, bits) in [
+        (Dtype::F32, Bits::Four),
+        (Dtype::Bf16, Bits::Four),
+        (Dtype::F32, Bits::Eight),
+        (Dtype::F16, Bits::Eight),
+    ] {
+        for rows in [1, 2, 3, 4, 7, 100] {
+            let (x, weight) = (
+                Owned::random(rows, 96, dtype, 1),
+                Owned::random(75, 96, dtype, 2),
+            );
+            let bias = numbers(75, 3);
+            assert_same_everywhere("quantised linear", |level, threads| {
+                let mut y = Owned::random(rows, 75, dtype, 4);
+                // SAFETY: the matrices own their memory and have the shapes of the contract.
+                unsafe {
+                    let packed = QuantWeight::pack(weight.read(), Some(&bias), bits).unwrap();
+                    quant_linear(
+                        level,
+                        threads,
+                        &mut QuantWorkspace::default(),
+                        x.read(),
+                        &packed,
+                        y.write(),
+                    );
+                }
+                y.bytes
+            });
+        }
+    }
+}
+
+#[test]
+fn the_largest_weights_and_inputs_of_either_sign_do_not_overflow() {
+    for bits in [Bits::Four, Bits::Eight] {
+        for sign in [1.0f32, -1.0] {
+            let mut x = Owned::random(1, 64, Dtype::F32, 1);
+            let mut weight = Owned::random(16, 64, Dtype::F32, 2);
+            x.fill(|_| sign);
+            weight.fill(|at| if at % 64 == 0 { -1.0 } else { 1.0 });
+            for level in Level::available() {
+                let mut y = Owned::random(1, 16, Dtype::F32, 3);
+                // SAFETY: as above.
+                unsafe {
+                    let packed = QuantWeight::pack(weight.read(), None, bits).unwrap();
+                    quant_linear(
+                        level,
+                        &Threads::new(1),
+                        &mut QuantWorkspace::default(),
+                        x.read(),
+                        &packed,
+                        y.write(),
+                    );
+                }
+                for bytes in y.bytes.chunks(4) {
+                    let value = f32::from_le_bytes(bytes.try_into().unwrap());
+                    assert!(
+                        (value - 62.0 * sign).abs() < 0.1,
+                        "{value} at {}",
+                        level.name()
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_weight_that_is_not_whole_groups_is_not_quantised() {
+    let weight = Owned::random(4, 48, Dtype::F32, 1);
+    // SAFETY: as above.
+    unsafe {
+        assert!(QuantWeight::pack(weight.read(), None, Bits::Four).is_none());
+        assert!(QuantWeight::pack(weight.read(), None, Bits::Eight).is_none());
     }
 }
 

@@ -10,6 +10,8 @@ use sonar_cpu::gemm::{self, linear};
 use sonar_cpu::matrix::{Matrix, MatrixMut};
 use sonar_cpu::norm::{RmsNorm, rms_norm};
 use sonar_cpu::panels::PackedWeight;
+use sonar_cpu::quant::{Bits, GROUP, QuantWeight};
+use sonar_cpu::quant_gemm::{QuantWorkspace, quant_linear};
 use sonar_cpu::rope::{Rope, rope};
 use sonar_cpu::sample::{GumbelRows, gumbel_argmax};
 use sonar_cpu::simd::Level;
@@ -53,7 +55,22 @@ pub(crate) struct Runtime {
 /// A weight matrix in the kernels' own layout.
 #[pyclass(frozen, module = "sonar_engine._scheduler")]
 pub struct CpuWeight {
-    packed: PackedWeight,
+    packed: Packed,
+}
+
+enum Packed {
+    Plain(PackedWeight),
+    Quantized(QuantWeight),
+}
+
+impl Packed {
+    /// (out_features, in_features)
+    fn shape(&self) -> (usize, usize) {
+        match self {
+            Packed::Plain(weight) => (weight.out_features(), weight.in_features()),
+            Packed::Quantized(weight) => (weight.out_features(), weight.in_features()),
+        }
+    }
 }
 
 #[pymethods]
@@ -61,7 +78,19 @@ impl CpuWeight {
     /// Bytes held.
     #[getter]
     fn num_bytes(&self) -> usize {
-        self.packed.num_bytes()
+        match &self.packed {
+            Packed::Plain(weight) => weight.num_bytes(),
+            Packed::Quantized(weight) => weight.num_bytes(),
+        }
+    }
+
+    /// A row of a quantised weight as the product sees it.
+    fn dequantized(&self, row: usize) -> PyResult<Vec<f32>> {
+        match &self.packed {
+            Packed::Quantized(weight) if row < weight.out_features() => Ok(weight.dequantized(row)),
+            Packed::Quantized(_) => Err(PyValueError::new_err(format!("there is no row {row}"))),
+            Packed::Plain(_) => Err(PyValueError::new_err("this weight is not quantised")),
+        }
     }
 }
 
@@ -70,6 +99,7 @@ impl CpuWeight {
 pub struct CpuKernels {
     pub(crate) runtime: Arc<Runtime>,
     workspace: Mutex<gemm::Workspace>,
+    quant_workspace: Mutex<QuantWorkspace>,
 }
 
 #[pymethods]
@@ -89,6 +119,7 @@ impl CpuKernels {
                 threads: Threads::new(num_threads),
             }),
             workspace: Mutex::default(),
+            quant_workspace: Mutex::default(),
         }
     }
 
@@ -98,7 +129,10 @@ impl CpuKernels {
         self.runtime.level.name()
     }
 
-    /// Packs a weight `[out_features, in_features]`; `bias` is fp32 `[out_features]`, 0 for none.
+    /// Packs a weight `[out_features, in_features]`; `bias` is fp32 `[out_features]`, 0 for none. `bits` 4 or 8
+    /// quantises it in groups of 32 input features, 0 keeps it as it is.
+    #[allow(clippy::too_many_arguments)]
+    #[pyo3(signature = (weight, stride, out_features, in_features, dtype_code, bias, bits = 0))]
     fn pack(
         &self,
         weight: usize,
@@ -107,7 +141,18 @@ impl CpuKernels {
         in_features: usize,
         dtype_code: u8,
         bias: usize,
+        bits: u8,
     ) -> PyResult<CpuWeight> {
+        let quantized = match bits {
+            0 => None,
+            4 => Some(Bits::Four),
+            8 => Some(Bits::Eight),
+            _ => {
+                return Err(PyValueError::new_err(format!(
+                    "a weight has 4 or 8 bits, or 0 for those it came with, not {bits}"
+                )));
+            }
+        };
         let matrix = source(
             weight,
             stride,
@@ -119,7 +164,16 @@ impl CpuKernels {
         let packed = unsafe {
             let bias =
                 (bias != 0).then(|| std::slice::from_raw_parts(bias as *const f32, out_features));
-            PackedWeight::pack(matrix, bias)
+            match quantized {
+                None => Packed::Plain(PackedWeight::pack(matrix, bias)),
+                Some(bits) => {
+                    Packed::Quantized(QuantWeight::pack(matrix, bias, bits).ok_or_else(|| {
+                        PyValueError::new_err(format!(
+                            "{in_features} input features are not whole groups of {GROUP}"
+                        ))
+                    })?)
+                }
+            }
         };
         Ok(CpuWeight { packed })
     }
@@ -138,23 +192,25 @@ impl CpuKernels {
         y_stride: usize,
         y_dtype: u8,
     ) -> PyResult<()> {
-        let packed = &weight.packed;
-        let x = source(x, x_stride, rows, packed.in_features(), dtype(x_dtype)?);
-        let y = target(y, y_stride, rows, packed.out_features(), dtype(y_dtype)?);
+        let (out_features, in_features) = weight.packed.shape();
+        let x = source(x, x_stride, rows, in_features, dtype(x_dtype)?);
+        let y = target(y, y_stride, rows, out_features, dtype(y_dtype)?);
+        let Runtime { level, threads } = &*self.runtime;
         let run = || {
             // SAFETY: the wrapper checked the shapes; the tensors outlive the call.
             unsafe {
-                linear(
-                    self.runtime.level,
-                    &self.runtime.threads,
-                    &mut lock(&self.workspace),
-                    x,
-                    packed,
-                    y,
-                );
+                match &weight.packed {
+                    Packed::Plain(packed) => {
+                        linear(*level, threads, &mut lock(&self.workspace), x, packed, y);
+                    }
+                    Packed::Quantized(packed) => {
+                        let workspace = &mut lock(&self.quant_workspace);
+                        quant_linear(*level, threads, workspace, x, packed, y);
+                    }
+                }
             }
         };
-        if rows * packed.in_features() * packed.out_features() < DETACH_WORK {
+        if rows * in_features * out_features < DETACH_WORK {
             run()
         } else {
             py.detach(run)

@@ -245,6 +245,14 @@ impl Simd for Avx2 {
         [_mm256_cvtps_epi32(a[0]), _mm256_cvtps_epi32(a[1])]
     }
     #[inline(always)]
+    unsafe fn dot(acc: U, w: U, x: U) -> U {
+        let half = |acc, w, x| {
+            let pairs = _mm256_maddubs_epi16(w, x);
+            _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)))
+        };
+        [half(acc[0], w[0], x[0]), half(acc[1], w[1], x[1])]
+    }
+    #[inline(always)]
     unsafe fn transpose8(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
         transpose8(src, src_stride, dst, dst_stride);
     }

@@ -3,16 +3,21 @@ use std::arch::x86_64::*;
 
 use super::{Kernel, Simd, avx2};
 
-/// AVX-512 F (with AVX2, FMA and F16C).
+/// AVX-512 F and BW (with AVX2, FMA and F16C), and VNNI or not.
 #[derive(Clone, Copy, Debug)]
-pub struct Avx512;
+pub struct Avx512<const VNNI: bool>;
 
-#[target_feature(enable = "avx512f,avx2,fma,f16c")]
+#[target_feature(enable = "avx512f,avx512bw,avx2,fma,f16c")]
 pub(super) unsafe fn enter<K: Kernel>(kernel: K) -> K::Output {
-    kernel.run::<Avx512>()
+    kernel.run::<Avx512<false>>()
 }
 
-impl Simd for Avx512 {
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn enter_vnni<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run::<Avx512<true>>()
+}
+
+impl<const VNNI: bool> Simd for Avx512<VNNI> {
     type F = __m512;
     type U = __m512i;
 
@@ -145,6 +150,23 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn f32_to_i32(a: __m512) -> __m512i {
         _mm512_cvtps_epi32(a)
+    }
+    #[inline(always)]
+    unsafe fn dot(acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
+        if VNNI {
+            return _mm512_dpbusd_epi32(acc, w, x);
+        }
+        let pairs = _mm512_maddubs_epi16(w, x);
+        _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
+    }
+    #[inline(always)]
+    unsafe fn dot_u8(acc: __m512i, w: __m512i, x: __m512i) -> __m512i {
+        if VNNI {
+            return _mm512_dpbusd_epi32(acc, w, x);
+        }
+        let low = _mm512_and_si512(w, _mm512_set1_epi8(0x7f));
+        let high = _mm512_andnot_si512(_mm512_set1_epi8(0x7f), w);
+        Self::dot(Self::dot(acc, low, x), high, x)
     }
     #[inline(always)]
     unsafe fn transpose8(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {

@@ -66,6 +66,17 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Converts lanes holding integers to signed 32-bit integers.
     unsafe fn f32_to_i32(a: Self::F) -> Self::U;
 
+    /// `acc + w[0] x[0] + .. + w[3] x[3]` by lane, of bytes: w unsigned and at most 128, x signed and at least -127.
+    unsafe fn dot(acc: Self::U, w: Self::U, x: Self::U) -> Self::U;
+
+    /// As `dot`, with any unsigned byte in w.
+    #[inline(always)]
+    unsafe fn dot_u8(acc: Self::U, w: Self::U, x: Self::U) -> Self::U {
+        let low = Self::and_u(w, Self::splat_u(0x7f7f_7f7f));
+        let high = Self::and_u(w, Self::splat_u(0x8080_8080));
+        Self::dot(Self::dot(acc, low, x), high, x)
+    }
+
     /// `dst[c * dst_stride + r] = src[r * src_stride + c]` for an 8 x 8 block.
     unsafe fn transpose8(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize);
 
@@ -113,9 +124,12 @@ pub enum Level {
     /// AVX2, FMA, F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// AVX-512 F with the above.
+    /// AVX-512 F and BW with the above.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// AVX-512 VNNI with the above.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vnni,
 }
 
 impl Level {
@@ -126,8 +140,14 @@ impl Level {
             && std::arch::is_x86_feature_detected!("fma")
             && std::arch::is_x86_feature_detected!("f16c")
         {
-            if std::arch::is_x86_feature_detected!("avx512f") {
-                return Level::Avx512;
+            if std::arch::is_x86_feature_detected!("avx512f")
+                && std::arch::is_x86_feature_detected!("avx512bw")
+            {
+                return if std::arch::is_x86_feature_detected!("avx512vnni") {
+                    Level::Avx512Vnni
+                } else {
+                    Level::Avx512
+                };
             }
             return Level::Avx2;
         }
@@ -142,6 +162,10 @@ impl Level {
             Level::Avx2 => vec![Level::Scalar, Level::Avx2],
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => vec![Level::Scalar, Level::Avx2, Level::Avx512],
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512Vnni => {
+                vec![Level::Scalar, Level::Avx2, Level::Avx512, Level::Avx512Vnni]
+            }
         }
     }
 
@@ -153,6 +177,8 @@ impl Level {
             Level::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512Vnni => "avx512_vnni",
         }
     }
 
@@ -168,6 +194,8 @@ impl Level {
             Level::Avx2 => avx2::enter(kernel),
             #[cfg(target_arch = "x86_64")]
             Level::Avx512 => avx512::enter(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512Vnni => avx512::enter_vnni(kernel),
         }
     }
 }

@@ -159,6 +159,17 @@ impl Simd for Scalar {
         map(a, |x| x as i32 as u32)
     }
     #[inline(always)]
+    unsafe fn dot(acc: Self::U, w: Self::U, x: Self::U) -> Self::U {
+        let mut out = acc;
+        for lane in 0..LANES {
+            let (w, x) = (w[lane].to_le_bytes(), x[lane].to_le_bytes());
+            for (w, x) in w.into_iter().zip(x) {
+                out[lane] = out[lane].wrapping_add((i32::from(w) * i32::from(x as i8)) as u32);
+            }
+        }
+        out
+    }
+    #[inline(always)]
     unsafe fn transpose8(src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
         for row in 0..8 {
             for col in 0..8 {
