@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import time
@@ -120,28 +121,29 @@ from sonar_engine.config import EngineConfig
 from sonar_engine.server.config import ServerConfig
 from sonar_engine.server.run import run_server
 from sonar_engine.testing.byte_tokenizer import byte_tokenizer
-from sonar_engine.testing.fake_engine import FACTORY
 
 engine = EngineConfig.model_validate_json(sys.argv[1])
 server = ServerConfig.model_validate_json(sys.argv[2])
-sys.exit(run_server(engine, server, FACTORY, lambda config: byte_tokenizer()))
+sys.exit(run_server(engine, server, sys.argv[3], lambda config: byte_tokenizer()))
 """
 
 
 class ServerProcess:
     """A server as its users meet it. `log` is what it wrote, once it has ended."""
 
-    def __init__(self, options: FakeOptions | None = None, wait: bool = True, **server: Any) -> None:
+    def __init__(
+        self, options: FakeOptions | None = None, wait: bool = True, factory: str = FACTORY, **server: Any
+    ) -> None:
         engine = (options or FakeOptions()).config().model_dump_json()
         config = ServerConfig(port=server.pop("port", 0), **server).model_dump_json()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, engine, config], stderr=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, "-c", SERVER, engine, config, factory], stderr=subprocess.PIPE, text=True, bufsize=1
         )
         self.lines: list[str] = []
         self.url = ""
         if wait:
             self.read_until("ready in")
-            self.url = self.lines[-1].split()[-1]
+            self.url = re.findall(r"https?://[^\s\"]+", self.lines[-1])[-1]
 
     def read_until(self, text: str) -> str:
         """The log line that holds `text`."""
@@ -151,6 +153,12 @@ class ServerProcess:
             if text in line:
                 return line
         raise AssertionError(f"the server ended without saying {text!r}: {self.lines}")
+
+    def rest(self) -> list[str]:
+        """All lines, until its end."""
+        assert self.process.stderr is not None
+        self.lines += [line.rstrip() for line in self.process.stderr]
+        return self.lines
 
     def wait(self, timeout: float = 10.0) -> int:
         return self.process.wait(timeout)

@@ -33,7 +33,10 @@ SPECULATIVE_SHORTHANDS = {
     "spec_model": "model",
     "num_speculative_tokens": "num_speculative_tokens",
 }
-PUBLIC_NAMES = {"api_keys": "api_key"}  # field -> option, where the option can be given several times
+PUBLIC_NAMES = {
+    "api_keys": "api_key",
+    "cors_origins": "cors_origin",
+}  # field -> option, where the option can be given several times
 DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 SECRET_OPTIONS = frozenset({"api_key", "admin_key", "admin_api_key"})
 

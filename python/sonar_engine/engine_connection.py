@@ -17,6 +17,8 @@ from typing import Protocol
 import zmq
 import zmq.asyncio
 
+from sonar_engine.logs import LogFormat
+
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 FOLDER_PREFIX = "sonar-"
 SOCKET_NAME = "engine"
@@ -34,11 +36,22 @@ class EngineHandle(Protocol):
 Launcher = Callable[[str, str], Awaitable[EngineHandle]]  # (endpoint, factory)
 
 
-async def launch_process(endpoint: str, factory: str) -> EngineHandle:
-    """A fresh interpreter, so that the caller's main module is not imported again."""
-    arguments = ["--endpoint", endpoint, "--parent", str(os.getpid()), "--factory", factory]
+async def launch_process(
+    endpoint: str, factory: str, log_format: LogFormat = "text", output: int | None = None
+) -> asyncio.subprocess.Process:
+    """A fresh interpreter, so that the caller's main module is not imported again.
+
+    What it writes goes where this process writes, or to `output`, as `subprocess` has it.
+    """
+    arguments = ["--endpoint", endpoint, "--parent", str(os.getpid()), "--factory", factory, "--log-format", log_format]
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "sonar_engine.engine_process", *arguments, stdin=asyncio.subprocess.DEVNULL
+        sys.executable,
+        "-m",
+        "sonar_engine.engine_process",
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else asyncio.subprocess.STDOUT,
     )
 
 

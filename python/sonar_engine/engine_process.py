@@ -10,12 +10,12 @@ import argparse
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ from sonar_engine import engine_messages as messages
 from sonar_engine.config import EngineConfig
 from sonar_engine.errors import ConfigError, InvalidRequestError, SonarError
 from sonar_engine.events import StepEvents
+from sonar_engine.logs import LogFormat, configure_logging
 from sonar_engine.prepared_submits import PreparedSubmits
 from sonar_engine.types import EngineInfo, EngineStats, SamplingParams, StructuredOutput
 
@@ -32,6 +33,8 @@ DEFAULT_FACTORY = "sonar_engine.engine:build_engine"
 PARENT_CHECK_MS = 1000
 PREPARING_POLL = 0.002  # seconds between looks at what is being prepared, where nothing runs
 PR_SET_PDEATHSIG = 1
+
+logger = logging.getLogger("sonar_engine.engine_process")
 
 
 class SteppedEngine(Protocol):
@@ -158,7 +161,7 @@ class EngineLoop:
             for request_id in done:
                 self._engine.abort(request_id)
             if not isinstance(error, SonarError):  # a bad request must fail only itself
-                traceback.print_exception(error)
+                logger.error("a request failed in the engine", exc_info=error)
                 error = InvalidRequestError(f"the request cannot be served: {error}")
             self._link.send(messages.Rejected(message.call_id, messages.ErrorReport.of(error)))
         else:
@@ -184,7 +187,7 @@ def serve(endpoint: str, factory: EngineFactory, front_end_lives: Callable[[], b
             return 1
         except Exception as error:
             if not isinstance(error, SonarError):
-                traceback.print_exception(error)
+                logger.error("the engine failed", exc_info=error)
             link.send(messages.Fatal(messages.ErrorReport.of(error)))
             return 1
     return 0
@@ -229,7 +232,9 @@ def main() -> int:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--factory", default=DEFAULT_FACTORY)
+    parser.add_argument("--log-format", choices=get_args(LogFormat), default="text")
     arguments = parser.parse_args()
+    configure_logging(arguments.log_format)
     die_with_parent(arguments.parent)
     try:
         factory = load_factory(arguments.factory)

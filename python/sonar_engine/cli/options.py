@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-METAVARS: dict[Any, str] = {int: "INT", float: "NUMBER", str: "TEXT", bool: ""}
+METAVARS: dict[Any, str] = {int: "INT", float: "NUMBER", str: "TEXT", bool: "", Path: "FILE"}
 PANELS: dict[type[BaseModel], str] = {EngineConfig: "Engine", ServerConfig: "Server"}
 SPECULATION = "Speculation"
 

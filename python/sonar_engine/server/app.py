@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from sonar_engine.engine_client import EngineClient
@@ -16,6 +17,7 @@ from sonar_engine.server.errors import ApiError
 from sonar_engine.server.guard import Guard, error_response
 from sonar_engine.server.routes import admin_routes, generation_routes, service_routes, text_routes
 from sonar_engine.server.state import ServerState
+from sonar_engine.server.watch import OnEnd, RequestWatch, log_request
 from sonar_engine.tokenizer import Tokenizer
 
 
@@ -30,8 +32,8 @@ def create_app(
     return app_of(state)
 
 
-def app_of(state: ServerState) -> FastAPI:
-    """An application over a state that may still be loading."""
+def app_of(state: ServerState, on_end: Sequence[OnEnd] = ()) -> FastAPI:
+    """An application over a state that may still be loading. `on_end` are told of every request that has ended."""
     version = package_version()
     app = FastAPI(title="Sonar Engine", version=version, docs_url=None, redoc_url=None)
     app.state.sonar = state
@@ -40,8 +42,23 @@ def app_of(state: ServerState) -> FastAPI:
     for kind in (ApiError, SonarError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_middleware(Guard, state=state)
+    _add_layers(app, state, on_end)
     return app
+
+
+def _add_layers(app: FastAPI, state: ServerState, on_end: Sequence[OnEnd]) -> None:
+    """From the innermost. A browser's preflight bears no key, and must read what the guard answers."""
+    config = state.config
+    app.add_middleware(Guard, state=state)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestWatch, on_end=[*on_end, *([log_request] if config.log_requests else [])])
 
 
 def package_version() -> str:
@@ -51,7 +68,7 @@ def package_version() -> str:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -63,4 +80,5 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
         404: f"{path} does not exist",
         405: f"{path} does not take {request.method}",
     }.get(error.status_code, str(error.detail))
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    shown = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return error_response(shown, request.scope)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from sonar_engine.logs import LogFormat
 from sonar_engine.sampling.validation import MAX_LOGIT_BIAS, MAX_STOP_LEN, MAX_STOP_STRINGS, MAX_STRUCTURED_BYTES
+
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s*?#@]+)$")]
 
 
 class ServerConfig(BaseModel):
@@ -20,6 +24,18 @@ class ServerConfig(BaseModel):
         default=(), description="Key that requests must bear; may be given several times"
     )
     admin_key: str | None = Field(default=None, min_length=1, description="Key of the admin routes; off without one")
+    cors_origins: tuple[Origin, ...] = Field(
+        default=(),
+        description="Origin whose pages may call the API, such as https://chat.example.org, or * for every one; may be "
+        "given several times",
+    )
+    tls_certfile: Path | None = Field(default=None, description="Certificate chain (PEM): the server speaks HTTPS")
+    tls_keyfile: Path | None = Field(
+        default=None, description="Private key of the certificate (PEM); default: in the certificate's file"
+    )
+    tls_ca_certs: Path | None = Field(
+        default=None, description="Authorities (PEM) of which clients must show a certificate; default: they need none"
+    )
     served_model_name: str | None = Field(
         default=None, min_length=1, description="The model's name in the API; default: its own name"
     )
@@ -36,6 +52,8 @@ class ServerConfig(BaseModel):
     )
     ping_interval: float = Field(default=15.0, gt=0, description="Comment sent on a stream that was silent this long")
     stats_interval: float = Field(default=10.0, gt=0, description="Interval of the log line while busy")
+    log_format: LogFormat = Field(default="text", description="Log lines as text, or as one JSON object a line")
+    log_requests: bool = Field(default=False, description="Log a line at the end of every request")
     per_request_metrics: bool = Field(default=False, description="Add a metrics object to every response")
     max_body_bytes: int = Field(default=32 << 20, ge=1, description="Largest request body")
     max_header_bytes: int = Field(default=64 << 10, ge=256, description="Largest size of a request's headers")

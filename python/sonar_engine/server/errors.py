@@ -43,10 +43,18 @@ class ApiError(Exception):
         if status in RETRY_AFTER_SECONDS:
             self.headers.setdefault("Retry-After", str(RETRY_AFTER_SECONDS[status]))
 
+    @property
+    def kind(self) -> str:
+        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    @property
+    def name(self) -> str:
+        """The narrowest name there is for it."""
+        return self.code or self.kind
+
     def body(self) -> bytes:
         """The JSON object, also what an error event carries."""
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
 

@@ -25,6 +25,7 @@ class Generation:
         self.choices = choices
         self.num_prompt_tokens = num_prompt_tokens
         self._state = state
+        self.first_token_at: float | None = None  # as the API saw it
         self._started_at = time.monotonic()
         self._stream: OutputStream | None = None
         self._by_request: dict[int, Choice] = {}
@@ -48,6 +49,8 @@ class Generation:
         self._state.responses.pop(self.response_id, None)
         self._state.num_queued_tokens -= sum(self._queued.values())
         self._queued.clear()
+        for choice in self._by_request.values():
+            choice.metrics = choice.metrics or self._state.client.metrics(choice.request_id)
         if self._stream is not None:
             self._stream.close()
 
@@ -98,6 +101,7 @@ class Generation:
         last = self._spoke_at.get(choice.request_id)
         if last is None:
             self._state.num_queued_tokens -= self._queued.pop(choice.request_id, 0)
+            self.first_token_at = self.first_token_at or now
             self._state.metrics.time_to_first_token.observe(now - self._started_at)
         else:
             self._state.metrics.inter_token_latency.observe(now - last)
@@ -112,8 +116,16 @@ class Generation:
 
     # What the response says of itself
 
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def finish_reasons(self) -> list[str]:
+        """Of every choice; "abort" for one that had not ended when the response was closed."""
+        return [choice.finish_reason or "abort" for choice in self.choices]
+
     def usage(self) -> dict[str, Any]:
-        completion = sum(choice.num_tokens for choice in self.choices)
+        completion = self.num_output_tokens
         cached: dict[int, int] = {}  # by prompt: its choices share it
         for choice in self.choices:
             if choice.metrics is not None:
@@ -127,10 +139,13 @@ class Generation:
 
     def metrics(self) -> dict[str, Any] | None:
         """The `metrics` object over all choices."""
+        total = self.total_metrics()
+        return None if total is None else response_metrics(total, self.num_output_tokens)
+
+    def total_metrics(self) -> RequestMetrics | None:
+        """Of all choices together; None while nothing is known of any."""
         parts = [choice.metrics for choice in self.choices if choice.metrics is not None]
-        if not parts:
-            return None
-        return response_metrics(_sum(parts), sum(choice.num_tokens for choice in self.choices))
+        return _sum(parts) if parts else None
 
 
 def _sum(parts: list[RequestMetrics]) -> RequestMetrics:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sonar_engine.server.errors import ApiError, api_error
+from sonar_engine.server.request_record import check_own_id, record_of
 from sonar_engine.server.state import ServerState
 from sonar_engine.server.streaming import ClientGoneError
 
@@ -20,14 +21,15 @@ ADMIN_PATHS = frozenset({"/abort", "/reset_prefix_cache"})
 logger = logging.getLogger(__name__)
 
 
-def error_response(error: Exception) -> Response:
-    """The JSON answer for any exception."""
+def error_response(error: Exception, scope: Scope) -> Response:
+    """The JSON answer for any exception, which the request's record keeps."""
     shown = api_error(error)
+    record_of(scope).error = shown.name
     return Response(shown.body(), shown.status, shown.headers, media_type="application/json")
 
 
 class Guard:
-    """Outermost ASGI layer. It also counts the requests under way."""
+    """The ASGI layer before the routes. It also counts the requests under way."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
@@ -52,13 +54,15 @@ class Guard:
             self._check(scope)
             await self._app(scope, receive, watched_send)
         except (ClientGoneError, ClientDisconnect):
-            pass  # nobody is left to be told
+            record_of(scope).client_gone = True  # nobody is left to be told
         except Exception as error:
             if not isinstance(error, ApiError):
-                logger.exception("%s %s failed", scope["method"], scope["path"])
+                record = record_of(scope)
+                fields = {"request_id": record.request_id, "method": scope["method"], "route": record.route}
+                logger.exception("a request failed", extra={"fields": fields})
             if started:
                 raise
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
         finally:
             self._state.num_in_flight -= 1
 
@@ -70,6 +74,7 @@ class Guard:
         size = sum(len(name) + len(value) for name, value in headers)
         if size > config.max_header_bytes:
             raise ApiError(431, f"{size} bytes of headers; at most {config.max_header_bytes} are possible")
+        check_own_id(scope)
         self._check_key(scope["path"].rstrip("/") or "/", headers)
 
     def _check_key(self, path: str, headers: list[tuple[bytes, bytes]]) -> None:

@@ -28,6 +28,7 @@ from sonar_engine.server.protocol import (
     parse,
     reject_unsupported,
 )
+from sonar_engine.server.request_record import MAX_ID_LEN, RequestRecord, is_id, record_of
 from sonar_engine.server.state import ServerState
 from sonar_engine.server.streaming import EventStream, unless_gone
 from sonar_engine.server.structured import in_terms_of
@@ -36,9 +37,9 @@ from sonar_engine.tokenizer import Tokenizer
 Prepare = Callable[[Any, ServerState, Tokenizer], Awaitable[Answer]]
 
 
-def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(value: Any) -> Response:
     body = value if isinstance(value, bytes) else msgspec.json.encode(value)
-    return Response(body, status, headers, media_type="application/json")
+    return Response(body, media_type="application/json")
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
@@ -67,10 +68,10 @@ def generation_routes(state: ServerState) -> APIRouter:
         asked = parse(model, await read_body(request, state.config.max_body_bytes), state.config.max_messages)
         state.check_model(asked.model)
         reject_unsupported(asked)
-        headers = _own_id(asked)
+        _take_id(asked, record_of(request.scope))
         try:
             answer = await prepare(asked, state, tokenizer)
-            return await _answered(answer, request, state, headers, stream=bool(asked.stream))
+            return await _answered(answer, request, state, stream=bool(asked.stream))
         except InvalidRequestError as error:
             raise in_terms_of(asked, error) from None
 
@@ -85,31 +86,30 @@ def generation_routes(state: ServerState) -> APIRouter:
     return router
 
 
-async def _answered(
-    answer: Answer, request: Request, state: ServerState, headers: dict[str, str], stream: bool
-) -> Response:
+async def _answered(answer: Answer, request: Request, state: ServerState, stream: bool) -> Response:
     """Runs the generation; whatever happens here or later, it is closed."""
-    generation = answer.generation
+    generation = record_of(request.scope).generation = answer.generation
     handed_over = False
     try:
         await unless_gone(generation.open(), request.receive)
         if stream:
             handed_over = True
-            return EventStream(generation, answer, state.config.ping_interval, headers)
-        return json_response(await unless_gone(answer.whole(), request.receive), headers=headers)
+            return EventStream(generation, answer, state.config.ping_interval)
+        return json_response(await unless_gone(answer.whole(), request.receive))
     finally:
         if not handed_over:
             generation.close()
 
 
-def _own_id(request: GenerationRequest) -> dict[str, str]:
-    """Headers that give the client's own id back. It is no handle for anything."""
-    own = request.request_id
+def _take_id(asked: GenerationRequest, record: RequestRecord) -> None:
+    own = asked.request_id
     if own is None:
-        return {}
-    if not 1 <= len(own) <= 128 or not own.isascii() or not own.isprintable():
-        raise InvalidRequestError("request_id must be 1 to 128 printable ASCII characters", param="request_id")
-    return {"X-Request-Id": own}
+        return
+    if not is_id(own):
+        raise InvalidRequestError(
+            f"request_id must be 1 to {MAX_ID_LEN} printable ASCII characters", param="request_id"
+        )
+    record.name(own)
 
 
 def text_routes(state: ServerState) -> APIRouter:

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-import sys
+import ssl
 import time
 from collections.abc import Callable, Generator
 
@@ -19,10 +19,13 @@ from sonar_engine.drafters.shipped import shipped_line
 from sonar_engine.engine_client import EngineClient
 from sonar_engine.engine_process import DEFAULT_FACTORY
 from sonar_engine.errors import ConfigError, EngineDeadError, SonarError
+from sonar_engine.logs import configure_logging
 from sonar_engine.server.app import app_of, package_version
 from sonar_engine.server.config import ServerConfig
+from sonar_engine.server.engine_log import LaunchLogged
 from sonar_engine.server.startup import StatsLine, model_lines, options_line
 from sonar_engine.server.state import ServerState
+from sonar_engine.server.tls import tls_context
 from sonar_engine.tokenizer import Tokenizer, load_tokenizer
 
 LoadTokenizer = Callable[[EngineConfig], Tokenizer]
@@ -49,17 +52,8 @@ def run_server(
 
     Raises ConfigError when the address cannot be listened on. `factory` and `tokenizer_loader` stand for the model.
     """
-    configure_logging()
+    configure_logging(server_config.log_format)
     return asyncio.run(_Run(engine_config, server_config, factory, tokenizer_loader).run())
-
-
-def configure_logging() -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
-    root = logging.getLogger("sonar_engine")
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
-    root.propagate = False
 
 
 class _QuietServer(uvicorn.Server):
@@ -82,6 +76,7 @@ class _Run:
         self._client = EngineClient(
             engine_config,
             factory,
+            LaunchLogged(server_config.log_format),
             probe_timeout=server_config.probe_timeout,
             hang_timeout=server_config.engine_hang_timeout,
         )
@@ -91,13 +86,14 @@ class _Run:
         self._started_at = time.monotonic()
 
     async def run(self) -> int:
+        tls = tls_context(self._config)
         listener = listen(self._config.host, self._config.port)
         self._watch_signals()
         logger.info("Sonar Engine %s", package_version())
         logger.info(options_line(self._engine_config, self._config))
         if (drafter := shipped_line(self._engine_config)) is not None:
             logger.info(drafter)
-        server = _QuietServer(self._uvicorn_config())
+        server = _QuietServer(self._uvicorn_config(tls))
         serving = asyncio.create_task(server.serve([listener]))
         try:
             code = await self._live(listener)
@@ -107,9 +103,10 @@ class _Run:
             await serving
         return code
 
-    def _uvicorn_config(self) -> uvicorn.Config:
-        return uvicorn.Config(
+    def _uvicorn_config(self, tls: ssl.SSLContext | None) -> uvicorn.Config:
+        config = uvicorn.Config(
             app_of(self._state),
+            log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -119,6 +116,9 @@ class _Run:
             timeout_graceful_shutdown=3,
             backlog=2048,
         )
+        config.load()
+        config.ssl = tls
+        return config
 
     def _watch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -159,7 +159,8 @@ class _Run:
             return 1
         address, port = listener.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
-        logger.info("ready in %.1f s: http://%s:%d", time.monotonic() - self._started_at, shown, port)
+        scheme = "http" if self._config.tls_certfile is None else "https"
+        logger.info("ready in %.1f s: %s://%s:%d", time.monotonic() - self._started_at, scheme, shown, port)
         log = asyncio.create_task(self._log_statistics())
         try:
             return await self._watch_engine()
@@ -169,7 +170,8 @@ class _Run:
     async def _load(self) -> None:
         from sonar_engine.cli.terminal import progress_bars
 
-        with progress_bars() as progress:
+        bars = progress_bars() if self._config.log_format == "text" else contextlib.nullcontext()
+        with bars as progress:
             tokenizer = asyncio.create_task(asyncio.to_thread(self._tokenizer_loader, self._engine_config))
             try:
                 info = await self._client.start(progress)

@@ -15,6 +15,7 @@ from sonar_engine.errors import SonarError
 from sonar_engine.server.choice import Choice, ChoiceDelta
 from sonar_engine.server.errors import api_error
 from sonar_engine.server.generation import Generation
+from sonar_engine.server.request_record import RequestRecord, record_of
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -63,10 +64,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, generation: Generation, writer: ChunkWriter, ping_interval: float, headers: dict[str, str] | None = None
-    ) -> None:
-        super().__init__(headers=HEADERS | (headers or {}))
+    def __init__(self, generation: Generation, writer: ChunkWriter, ping_interval: float) -> None:
+        super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._generation = generation
         self._writer = writer
@@ -74,18 +73,17 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientGoneError):
-                await unless_gone(self._send_all(send), receive)
+            await unless_gone(self._send_all(send, record_of(scope)), receive)
         finally:
             self._generation.close()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send, record: RequestRecord) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for events in self._events():
+        async for events in self._events(record):
             await send({"type": "http.response.body", "body": events, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self, record: RequestRecord) -> AsyncIterator[bytes]:
         writer = self._writer
         yield writer.opening()
         try:
@@ -93,11 +91,12 @@ class EventStream(Response):
                 events = b"".join([writer.delta(choice, delta) for choice, delta in deltas])
                 if events or not deltas:
                     yield events or PING
-        except SonarError as error:
-            yield b"data: " + api_error(error).body() + b"\n\n"
         except Exception as error:
-            logger.exception("a stream failed")
-            yield b"data: " + api_error(error).body() + b"\n\n"
+            shown = api_error(error)
+            record.error = shown.name
+            if not isinstance(error, SonarError):
+                logger.exception("a stream failed", extra={"fields": {"request_id": record.request_id}})
+            yield b"data: " + shown.body() + b"\n\n"
         else:
             yield writer.closing()
         yield DONE
