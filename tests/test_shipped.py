@@ -188,5 +188,5 @@ def test_the_exported_folder_tells_nothing_of_the_machine(exported: Path, tiny_f
         note = (exported / kind / "README.md").read_text()
         assert f"for {tiny_folder.name}" in note
         assert "2 steps on " in note
-        assert "`learning_rate` 0.001" in note
+        assert "`learning_rate` 0.0005" in note
         assert "That of the target." in note

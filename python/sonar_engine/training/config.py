@@ -135,7 +135,7 @@ class FitConfig(_Stage):
     max_steps: int | None = Field(default=None, ge=1, description="Optimiser steps at most; default: none")
     row_tokens: int = Field(default=1024, ge=8, description="Tokens of a packed row; longer texts are cut")
     batch_rows: int = Field(default=4, ge=1, description="Rows of an optimiser step, over all ranks")
-    learning_rate: float = Field(default=1e-3, gt=0, description="At its highest")
+    learning_rate: float = Field(default=5e-4, gt=0, description="At its highest")
     final_rate: float = Field(default=0.05, ge=0, le=1, description="Share of it at the end of the cosine")
     warmup_steps: int = Field(default=50, ge=0, description="Steps of rising rate")
     weight_decay: float = Field(default=0.01, ge=0, description="Of matrices")
