@@ -69,12 +69,14 @@ def test_the_wheel_carries_prompts_types_stub_and_licence(wheels: list[Path]):
 
 
 @pytest.mark.timeout(BUILD_SECONDS)
-def test_the_wheel_carries_all_that_lies_among_the_heads(wheels: list[Path]):
+@pytest.mark.parametrize(("folder", "one"), [("heads", "README.md"), ("server/page", "index.html")])
+def test_the_wheel_carries_all_that_lies_in_the_folders_of_data(wheels: list[Path], folder: str, one: str):
     names = set(zipfile.ZipFile(wheels[0]).namelist())
     package = ROOT / "python"
-    heads = {str(path.relative_to(package)) for path in (package / "sonar_engine/heads").rglob("*") if path.is_file()}
-    assert "sonar_engine/heads/README.md" in heads
-    assert heads <= names
+    files = [path for path in (package / "sonar_engine" / folder).rglob("*") if path.is_file()]
+    wanted = {str(path.relative_to(package)) for path in files}
+    assert f"sonar_engine/{folder}/{one}" in wanted
+    assert wanted <= names
 
 
 @pytest.mark.timeout(BUILD_SECONDS)

@@ -9,6 +9,7 @@ import time
 import pytest
 from server_harness import CHAT, COMPLETIONS, HELLO, serving
 from sonar_engine.server.config import ServerConfig
+from sonar_engine.server.dashboard import PAGE_FILES
 from sonar_engine.testing.fake_engine import FakeOptions
 
 NESTED = "[" * 30000 + "]" * 30000
@@ -238,12 +239,22 @@ async def test_too_many_or_too_large_headers_are_431():
     assert many.status_code == large.status_code == 431
 
 
-async def test_keys_guard_every_route_but_health_and_ready():
+async def test_keys_guard_every_route_but_health_ready_and_the_page():
     async with serving(server=ServerConfig(api_keys=("first", "second"))) as served:
-        for path in ("/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/v1/nothing"):
+        for path in (
+            "/v1/models",
+            "/metrics",
+            "/version",
+            "/load",
+            "/dashboard/data",
+            "/page",
+            "/page/x",
+            "/v1/nothing",
+        ):
             assert (await served.http.get(path)).status_code == 401, path
         assert (await served.post(COMPLETIONS, prompt="a")).status_code == 401
-        for path in ("/health", "/ready"):
+        assert (await served.http.get("/openapi.json")).status_code == 401
+        for path in ("/health", "/ready", *PAGE_FILES):
             assert (await served.http.get(path)).status_code == 200
         for given, status in (
             ("Bearer first", 200),

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from sonar_engine.engine_client import EngineClient
 from sonar_engine.errors import SonarError
 from sonar_engine.server.config import ServerConfig
+from sonar_engine.server.dashboard import page_routes
 from sonar_engine.server.errors import ApiError
 from sonar_engine.server.guard import Guard, error_response
 from sonar_engine.server.routes import admin_routes, generation_routes, service_routes, text_routes
@@ -37,7 +38,8 @@ def app_of(state: ServerState, on_end: Sequence[OnEnd] = ()) -> FastAPI:
     version = package_version()
     app = FastAPI(title="Sonar Engine", version=version, docs_url=None, redoc_url=None)
     app.state.sonar = state
-    for router in (generation_routes(state), text_routes(state), service_routes(state, version), admin_routes(state)):
+    groups = (generation_routes(state), text_routes(state), service_routes(state, version), admin_routes(state))
+    for router in (*groups, page_routes(state)):
         app.include_router(router)
     for kind in (ApiError, SonarError):
         app.add_exception_handler(kind, _on_error)

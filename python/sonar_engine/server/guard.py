@@ -10,12 +10,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sonar_engine.server.dashboard import PAGE_FILES
 from sonar_engine.server.errors import ApiError, api_error
 from sonar_engine.server.request_record import check_own_id, record_of
 from sonar_engine.server.state import ServerState
 from sonar_engine.server.streaming import ClientGoneError
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", *PAGE_FILES})
 ADMIN_PATHS = frozenset({"/abort", "/reset_prefix_cache"})
 
 logger = logging.getLogger(__name__)

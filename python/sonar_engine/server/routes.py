@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from sonar_engine.errors import EngineDeadError, InvalidRequestError
 from sonar_engine.server.answer import Answer
 from sonar_engine.server.chat import prepare_chat
 from sonar_engine.server.completions import prepare_completion
+from sonar_engine.server.dashboard import refresh_stats
 from sonar_engine.server.errors import ApiError
 from sonar_engine.server.guard import read_body
 from sonar_engine.server.prompts import chat_prompt, check_ids, check_text, off_loop
@@ -193,9 +193,7 @@ def service_routes(state: ServerState, version: str) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        if state.client.alive:
-            with contextlib.suppress(EngineDeadError, TimeoutError):
-                await state.client.stats(timeout=state.config.probe_timeout)
+        await refresh_stats(state)
         info = state.client.info if state.client.alive else None
         return Response(
             state.metrics.render(info, state.client.last_stats), media_type="text/plain; version=0.0.4; charset=utf-8"
